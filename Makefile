@@ -1,0 +1,32 @@
+# Everything CI does, in pieces. PYTHON may name another interpreter.
+PYTHON ?= python
+
+.PHONY: check format lint types test cluster bench docs
+
+check: lint types test  ## what must pass before a commit
+
+format:
+	$(PYTHON) -m ruff format src tests benchmarks examples
+	$(PYTHON) -m ruff check --fix src tests benchmarks examples
+
+lint:
+	$(PYTHON) -m ruff format --check src tests benchmarks examples
+	$(PYTHON) -m ruff check src tests benchmarks examples
+
+types:
+	$(PYTHON) -m mypy
+
+test:  ## fast tests and doctests, no cluster
+	$(PYTHON) -m pytest -m "not cluster" tests
+	$(PYTHON) -m pytest --doctest-modules src/paceline/core src/paceline/policies src/paceline/data src/paceline/delays -q
+
+cluster:  ## the tests on a real Ray, started on this machine
+	$(PYTHON) -m pytest -m cluster tests
+
+bench:  ## the benchmarks at full size; --quick for a short look
+	$(PYTHON) benchmarks/simulator.py
+	$(PYTHON) benchmarks/overhead.py
+	$(PYTHON) benchmarks/stragglers.py
+
+docs:
+	$(PYTHON) -m sphinx -W -b html docs docs/_build

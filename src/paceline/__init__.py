@@ -1,0 +1,108 @@
+"""Trains one PyTorch model on machines that are unequal, unreliable and far apart."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from paceline.callbacks import Callback, Progress
+from paceline.checkpoint import CheckpointError, Checkpoints
+from paceline.core.coordinator import Coordinator, StalledError, replay
+from paceline.core.journal import Journal
+from paceline.core.ledger import PolicyError
+from paceline.core.protocol import Joined, Left, Work
+from paceline.delays.models import (
+    Bursts,
+    Erlang,
+    Exponential,
+    Fixed,
+    LogNormal,
+    Mixture,
+    Pareto,
+    PerWorker,
+    Scaled,
+    ShiftedExponential,
+    Trace,
+)
+from paceline.engines.simulator import Link, Simulator
+from paceline.learners.arrays import Logistic, Quadratic, Timing
+from paceline.policies.deadline import Deadline, deadline
+from paceline.policies.gather import Gather, faded, mean
+from paceline.policies.named import (
+    asynchronous,
+    k_async,
+    k_sync,
+    local_sgd,
+    rennala,
+    ringmaster,
+    sync,
+)
+from paceline.policies.wrappers import MinWorkers, Until
+from paceline.trainer import Run, Trainer
+
+if TYPE_CHECKING:
+    from paceline.engines.ray.engine import Ray
+    from paceline.learners.torch import TorchLearner
+
+__version__ = "0.1.0"
+
+# Heavy packages are imported when first used, so that `import paceline` is quick.
+_LAZY = {
+    "Ray": "paceline.engines.ray.engine",
+    "TorchLearner": "paceline.learners.torch",
+}
+
+__all__ = [
+    "Bursts",
+    "Callback",
+    "CheckpointError",
+    "Checkpoints",
+    "Coordinator",
+    "Deadline",
+    "Erlang",
+    "Exponential",
+    "Fixed",
+    "Gather",
+    "Joined",
+    "Journal",
+    "Left",
+    "Link",
+    "LogNormal",
+    "Logistic",
+    "MinWorkers",
+    "Mixture",
+    "Pareto",
+    "PerWorker",
+    "PolicyError",
+    "Progress",
+    "Quadratic",
+    "Ray",
+    "Run",
+    "Scaled",
+    "ShiftedExponential",
+    "Simulator",
+    "StalledError",
+    "Timing",
+    "TorchLearner",
+    "Trace",
+    "Trainer",
+    "Until",
+    "Work",
+    "asynchronous",
+    "deadline",
+    "faded",
+    "k_async",
+    "k_sync",
+    "local_sgd",
+    "mean",
+    "rennala",
+    "replay",
+    "ringmaster",
+    "sync",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

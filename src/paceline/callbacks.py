@@ -1,0 +1,101 @@
+"""Looking on while a run goes: what is known after each step, and who is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import nan
+from typing import Any, TextIO
+
+from paceline.learners.base import Server
+from paceline.report.metrics import Meter
+from paceline.report.text import throughput
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run after a step."""
+
+    step: int
+    seconds: float
+    loss: float  # the mean over the samples of this step, before it was taken
+    samples: int
+    epoch: float  # nan where there is no such thing
+    waiting: float  # the share of the workers' time in which they had nothing to do
+    throughput: float  # samples used per second
+    workers: int
+    server: Server
+    _stop: Callable[[str], None]
+
+    def model(self) -> Any:
+        """Return a copy of the model as it is now, for evaluation."""
+        return self.server.model()
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step."""
+        self._stop(reason)
+
+
+class Callback:
+    """Told of a run's beginning, steps and end. Override what is of interest."""
+
+    def started(self) -> None: ...
+
+    def stepped(self, progress: Progress) -> None: ...
+
+    def ended(self, reason: str) -> None: ...
+
+
+class ProgressLine(Callback):
+    """Keeps one line current on a terminal; elsewhere prints a line now and then."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._live = self._stream.isatty()
+        self._every = 0.2 if self._live else 10.0
+        self._shown = -self._every
+        self._last = ""
+
+    def stepped(self, progress: Progress) -> None:
+        self._last = (
+            f"step {progress.step}  loss {progress.loss:.4f}  waiting {progress.waiting:.0%}  "
+            f"{progress.throughput:.0f} samples/s  {progress.workers} workers  "
+            f"{progress.seconds:.1f} s"
+        )
+        if self._clock() - self._shown >= self._every:
+            self._show()
+
+    def ended(self, reason: str) -> None:
+        if self._last:
+            self._show()
+        if self._live:
+            self._stream.write("\n")
+        self._stream.write(f"ended: {reason}\n")
+        self._stream.flush()
+
+    def _show(self) -> None:
+        self._stream.write(f"\r\033[K{self._last}" if self._live else f"{self._last}\n")
+        self._stream.flush()
+        self._shown = self._clock()
+        self._last = ""
+
+
+def progress_of(
+    meter: Meter, examples: int | None, workers: int, server: Server, stop: Callable[[str], None]
+) -> Progress:
+    """Return what is known after the newest step."""
+    columns = meter.columns
+    return Progress(
+        step=int(columns["step"][-1]),
+        seconds=columns["seconds"][-1],
+        loss=columns["loss"][-1],
+        samples=meter.samples_used,
+        epoch=meter.samples_used / examples if examples else nan,
+        waiting=meter.waiting,
+        throughput=throughput(meter),
+        workers=workers,
+        server=server,
+        _stop=stop,
+    )

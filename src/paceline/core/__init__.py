@@ -1,0 +1,1 @@
+"""Decisions without input or output: protocol, ledger, coordinator, journal."""

@@ -1,0 +1,132 @@
+"""What happened and what was decided, entry by entry, in memory or as lines of JSON.
+
+The journal is the single source for reports, for fitting delay models and for replaying a run.
+A file's first line is its header; each further line is one entry.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from paceline.core.protocol import Command, Event
+from paceline.core.state import decode, encode
+
+FORMAT = 1
+
+
+class Entry(NamedTuple):
+    """An event, when it came, and the commands it was answered with."""
+
+    now: float
+    event: Event
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a journal is of, and the state it starts from when a run was resumed."""
+
+    policy: str = ""
+    batch: int = 1
+    about: Mapping[str, Any] | None = None  # engine, versions, seed: for people and reports
+    state: Mapping[str, Any] | None = None
+
+
+class Journal:
+    """Entries in order: in memory, or in a file that is written as they come.
+
+    With a path the entries live on disk alone and are read back when iterated over, so a long
+    run needs no more memory than a short one. `keep=False` forgets them (large simulations).
+    """
+
+    def __init__(
+        self, header: Header | None = None, path: Path | str | None = None, keep: bool = True
+    ) -> None:
+        self.header = header or Header()
+        self.path = None if path is None else Path(path)
+        self._keep = keep and path is None
+        self._entries: list[Entry] = []
+        self._count = 0
+        self._file: TextIO | None = None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (see close)
+            self._file.write(json.dumps({"format": FORMAT, **asdict(self.header)}) + "\n")
+
+    def append(self, entry: Entry) -> None:
+        self._count += 1
+        if self._keep:
+            self._entries.append(entry)
+        elif self._file is not None:
+            self._file.write(dump_entry(entry) + "\n")
+
+    def close(self) -> None:
+        """Finish the file, if there is one; reading goes on working."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def save(self, path: Path | str) -> None:
+        """Write the whole journal to a file."""
+        copy = Journal(self.header, path)
+        for entry in self:
+            copy.append(entry)
+        copy.close()
+
+    @classmethod
+    def load(cls, path: Path | str) -> Journal:
+        """Read a file into memory. A torn last line, as a crash leaves it, is left out."""
+        with open(path, encoding="utf-8") as file:
+            head = json.loads(file.readline())
+            if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
+                raise ValueError(f"{path} is not a journal of format {FORMAT}")
+        journal = cls(Header(**head))
+        for entry in _read(Path(path)):
+            journal.append(entry)
+        return journal
+
+    def __iter__(self) -> Iterator[Entry]:
+        if self.path is None:
+            return iter(self._entries)
+        if self._file is not None:
+            self._file.flush()
+        return _read(self.path)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Journal)
+            and len(self) == len(other)
+            and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    with open(path, encoding="utf-8") as file:
+        file.readline()  # the header
+        for line in file:
+            if line.endswith("\n"):
+                yield parse_entry(line)
+
+
+def dump_entry(entry: Entry) -> str:
+    """Return an entry as one line of JSON."""
+    data: dict[str, Any] = {"now": entry.now, "event": encode(entry.event)}
+    if entry.commands:
+        data["commands"] = [encode(command) for command in entry.commands]
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def parse_entry(line: str) -> Entry:
+    """Invert `dump_entry`."""
+    data = json.loads(line)
+    commands = tuple(decode(command) for command in data.get("commands", ()))
+    return Entry(data["now"], decode(data["event"]), commands)

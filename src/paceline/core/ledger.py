@@ -1,0 +1,240 @@
+"""Who is here, what runs, what is held: the books that every policy reads.
+
+All rules about what may follow what live here, so policies and engines need none. Every
+operation costs the same with ten workers as with a million: the collections that policies look
+at from the front are `OrderedDict`s, since a plain dict scans the gaps its removals leave.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from math import inf, isfinite
+
+from paceline.core.protocol import (
+    Assign,
+    Cancel,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Interrupted,
+    Joined,
+    Left,
+    Received,
+    Result,
+    Send,
+    SetTimer,
+    Start,
+    Step,
+    Stepped,
+    Stop,
+    Task,
+    TaskId,
+    TimerFired,
+    WorkerId,
+)
+
+MAX_ATTEMPTS = 3
+"""A task that took this many workers with it is dropped: the fault may be in its samples."""
+
+
+class PolicyError(Exception):
+    """A policy gave a command that cannot be carried out: a bug in the policy."""
+
+
+class Ledger:
+    """Bookkeeping shared by all policies. Implements `View`."""
+
+    def __init__(self, batch: int = 1) -> None:
+        self.now = 0.0
+        self.version = 0
+        self.batch = batch
+        self.samples = 0
+        self.workers: dict[WorkerId, int] = {}  # -> number of tasks outstanding
+        self.idle: OrderedDict[WorkerId, None] = OrderedDict()
+        self.free: OrderedDict[WorkerId, None] = OrderedDict()
+        self.running: OrderedDict[TaskId, Task] = OrderedDict()
+        self.held: OrderedDict[TaskId, Result] = OrderedDict()
+        self.lost: OrderedDict[TaskId, Task] = OrderedDict()
+        self.copies: dict[WorkerId, None] = {}
+        self.timers: dict[str, float] = {}
+        self.stopped: str | None = None
+        self._results: dict[WorkerId, int] = {}  # -> number of results held
+        self._tasks: dict[WorkerId, dict[TaskId, None]] = {}  # -> tasks running
+        self._by_version: OrderedDict[int, int] = OrderedDict()  # -> number of tasks running
+        self._next_id = 0
+        self._next_draw = 0
+
+    def delay(self, item: Task | Result) -> int:
+        task = item.task if isinstance(item, Result) else item
+        return self.version - task.version
+
+    def outstanding(self, max_delay: float) -> int:
+        stale = 0
+        if max_delay < inf:
+            for version, count in self._by_version.items():  # in increasing order
+                if self.version - version <= max_delay:
+                    break
+                stale += count
+        return len(self.running) - stale
+
+    def record(self, now: float, event: Event) -> bool:
+        """Book an event; return whether it is news to the policy."""
+        if now < self.now:
+            raise ValueError(f"time went backwards: {event} at {now}, after {self.now}")
+        self.now = now
+        match event:
+            case Finished(id, samples, seconds, stats):
+                if id not in self.running:  # cancelled, or its worker is gone
+                    return False
+                task = self._end(id)
+                self.held[id] = Result(task, now, samples, seconds, stats)
+                self._results[task.worker] = self._results.get(task.worker, 0) + 1
+                self._refresh(task.worker)
+            case Joined(worker):
+                if worker in self.workers:
+                    raise ValueError(f"{worker} joined twice; report Left({worker!r}) in between")
+                self.workers[worker] = 0
+                self._refresh(worker)
+            case Left(worker):
+                if worker not in self.workers:
+                    return False
+                self._lose(self._end(id) for id in list(self._tasks.get(worker, ())))
+                del self.workers[worker]
+                self._refresh(worker)
+            case Received(sender):
+                self.copies[sender] = None
+            case TimerFired(name):
+                if self.timers.get(name, inf) > now:  # moved or cleared meanwhile
+                    return False
+                del self.timers[name]
+            case Stepped() | Interrupted():
+                pass
+        return True
+
+    def apply(self, command: Command) -> Command:
+        """Check and book a command; return it as the engine should see it."""
+        match command:
+            case Assign():
+                return Start(self._stamp(command))
+            case Cancel(id):
+                if id not in self.running:
+                    raise self._error(command, "it is not running")
+                task = self._end(id)
+                self._refresh(task.worker)
+            case Discard(id):
+                if id not in self.held:
+                    raise self._error(command, "it is not held")
+                self._release(id)
+            case Step(weights, _, keep):
+                self._check_step(command)
+                self.version += 1
+                for id in weights:
+                    self.samples += self.held[id].samples
+                    if not keep:
+                        self._release(id)
+            case SetTimer(name, at):
+                if at <= self.now:
+                    raise self._error(command, f"it is already {self.now:g}")
+                if at == inf:
+                    self.timers.pop(name, None)
+                else:
+                    self.timers[name] = at
+            case Stop(reason):
+                self.stopped = reason
+            case Send():
+                pass
+            case Start():
+                raise self._error(command, "policies assign; the ledger starts")
+        return command
+
+    def abandon(self) -> None:
+        """Count everyone as gone and all unused work as lost, as after a restart."""
+        unused = [*(result.task for result in self.held.values()), *self.running.values()]
+        self._lose(sorted(unused, key=lambda task: task.id))
+        for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
+            book.clear()
+        for index in (self.timers, self._results, self._tasks, self._by_version):
+            index.clear()
+
+    def _stamp(self, command: Assign) -> Task:
+        worker, work, version = command.worker, command.work, self.version
+        if worker not in self.workers:
+            raise self._error(command, f"no such worker; present are {_some(self.workers)}")
+        id = self._next_id
+        if command.redo is not None:
+            before = self.lost.pop(command.redo, None)
+            if before is None:
+                raise self._error(command, "no such task is lost")
+            task = Task(id, worker, before.work, version, self.now, before.samples, before.draw,
+                        before.attempt + 1)  # fmt: skip
+        else:
+            samples = self.batch if work.samples is None else work.samples
+            if samples < 1 or work.steps < 1:
+                raise self._error(command, "a task needs at least one sample and one step")
+            if work.parts is None:
+                draw = self._next_draw
+                self._next_draw += samples * work.steps
+            else:  # all who hold a part at one version draw the same samples of it
+                draw = version * samples * work.steps
+            task = Task(id, worker, work, version, self.now, samples, draw)
+        self._next_id += 1
+        self.running[id] = task
+        self.workers[worker] += 1
+        self._tasks.setdefault(worker, {})[id] = None
+        self._by_version[version] = self._by_version.get(version, 0) + 1
+        self.idle.pop(worker, None)
+        self.free.pop(worker, None)
+        return task
+
+    def _check_step(self, command: Step) -> None:
+        if not command.weights and not command.mix:
+            raise self._error(command, "it uses no result")
+        if unknown := [id for id in command.weights if id not in self.held]:
+            raise self._error(command, f"results not held: {unknown}")
+        if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
+            raise self._error(command, f"no copy of {unknown_peers}")
+        if not all(map(isfinite, command.weights.values())):
+            raise self._error(command, "a weight is not finite")
+
+    def _end(self, id: TaskId) -> Task:
+        """Take a task off the running ones; the caller refreshes its worker."""
+        task = self.running.pop(id)
+        self.workers[task.worker] -= 1
+        del self._tasks[task.worker][id]
+        left = self._by_version[task.version] - 1
+        if left:
+            self._by_version[task.version] = left
+        else:
+            del self._by_version[task.version]
+        return task
+
+    def _lose(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            if task.attempt < MAX_ATTEMPTS:
+                self.lost[task.id] = task
+
+    def _release(self, id: TaskId) -> None:
+        worker = self.held.pop(id).task.worker
+        self._results[worker] -= 1
+        self._refresh(worker)
+
+    def _refresh(self, worker: WorkerId) -> None:
+        if self.workers.get(worker) != 0:  # busy, or gone
+            self.idle.pop(worker, None)
+            self.free.pop(worker, None)
+        else:
+            self.idle.setdefault(worker)
+            if self._results.get(worker):
+                self.free.pop(worker, None)
+            else:
+                self.free.setdefault(worker)
+
+    def _error(self, command: Command, why: str) -> PolicyError:
+        return PolicyError(f"{command} at t={self.now:g}: {why}")
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", …" if len(listed) > most else "") or "none"

@@ -1,0 +1,265 @@
+"""Events in, commands out: the vocabulary that every policy and engine shares.
+
+Events are past tense: it happened. Commands are imperative: make it so. Nothing here reads a
+clock, draws a random number, or touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol, TypeAlias
+
+WorkerId: TypeAlias = str
+TaskId: TypeAlias = int
+Stat: TypeAlias = Literal["loss", "norm", "dot", "drift"]
+Stats: TypeAlias = Mapping[Stat, float]
+Tag: TypeAlias = int | str | tuple[int | str, ...] | None
+
+MAIN: WorkerId = "main"
+"""The node that decides when there is only one; without a main node every peer is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to compute, without saying where, when, or on which model."""
+
+    parts: Mapping[int, float] | None = None  # part -> coefficient; None: the shared data
+    samples: int | None = None  # per local step (and per part); None: the policy's share
+    steps: int = 1  # local steps; the result is then the model's change
+    budget: float = inf  # seconds, after which whatever is done is returned
+    tag: Tag = None  # the policy's own mark, for instance the row of a code
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work given to a worker, stamped by the ledger."""
+
+    id: TaskId
+    worker: WorkerId
+    work: Work
+    version: int  # of the model it starts from
+    since: float
+    samples: int  # per local step, never unknown
+    draw: int  # where in the stream of data its samples begin
+    attempt: int = 1  # above 1: the worker that had it before was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished task. Its tensor stays with the engine, under the task's id."""
+
+    task: Task
+    at: float
+    samples: int
+    seconds: float
+    stats: Stats
+
+
+# --- events: engine -> policy --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker is here and idle. A worker that left may join again under its name."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker is gone, and with it whatever it was computing."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A worker has a result: `samples` were seen in `seconds` of its own computing."""
+
+    task: TaskId
+    samples: int
+    seconds: float = 0.0
+    stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The model has reached `version`."""
+
+    version: int
+    stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A copy of a peer's model has arrived (without a main node only)."""
+
+    sender: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A timer set by the policy is due."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Someone outside the policy asks to stop: Ctrl-C, a callback, a target reached."""
+
+    reason: str
+
+
+Event: TypeAlias = Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted
+
+
+# --- commands: policy -> engine ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Give a worker something to compute at the current version.
+
+    With `redo`, it is the work of a task that was lost with its worker, on the same samples.
+    """
+
+    worker: WorkerId
+    work: Work = Work()
+    redo: TaskId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`Assign` as the engine sees it: the ledger has stamped the task."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give up a running task. Should its result still arrive, the policy never sees it."""
+
+    task: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Give up a held result."""
+
+    task: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Advance the model by one version.
+
+    The optimizer receives the sum of weight * result, added up in the order given; `mix` first
+    replaces the model by a weighted average with copies received from peers.
+    """
+
+    weights: Mapping[TaskId, float]
+    mix: Mapping[WorkerId, float] = field(default_factory=dict)
+    keep: bool = False  # hold the results for later steps (gradient tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a copy of this node's model to a peer (without a main node only)."""
+
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Ask for `TimerFired(name)` at a time. Setting a name again moves it; at=inf clears it."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the run."""
+
+    reason: str
+
+
+Command: TypeAlias = Assign | Start | Cancel | Discard | Step | Send | SetTimer | Stop
+
+
+# --- the three contracts -------------------------------------------------------------------------
+
+
+class View(Protocol):
+    """What a policy may look at: the ledger, read-only, current after each yielded command.
+
+    The collections are live and ordered: copy what is iterated over while commands are yielded.
+    """
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def batch(self) -> int:
+        """The samples one step should use: the global batch size."""
+
+    @property
+    def samples(self) -> int:
+        """The samples that steps have used so far."""
+
+    @property
+    def workers(self) -> Collection[WorkerId]: ...
+    @property
+    def idle(self) -> Collection[WorkerId]:
+        """Workers with nothing to do, longest idle first."""
+
+    @property
+    def free(self) -> Collection[WorkerId]:
+        """Idle workers of whom no result is held."""
+
+    @property
+    def running(self) -> Mapping[TaskId, Task]:
+        """Tasks not finished, oldest first, so versions never decrease along it."""
+
+    @property
+    def held(self) -> Mapping[TaskId, Result]: ...
+    @property
+    def lost(self) -> Mapping[TaskId, Task]:
+        """Tasks whose worker left; `Assign(redo=…)` hands them out again."""
+
+    @property
+    def copies(self) -> Collection[WorkerId]:
+        """Peers of whom a model copy is at hand."""
+
+    def delay(self, item: Task | Result) -> int:
+        """Count the versions the model has moved since the item's task began."""
+
+    def outstanding(self, max_delay: float) -> int:
+        """Count the running tasks that began at most `max_delay` versions ago."""
+
+
+class Policy(Protocol):
+    """Decides who computes, how long to wait, and what to send.
+
+    `react` yields commands; each takes effect on the view before the next line runs. It depends
+    on nothing but its arguments and the policy's own fields, which are plain data.
+    """
+
+    @property
+    def wants(self) -> frozenset[Stat]:
+        """The statistics that the engine should attach to its events."""
+
+    def react(self, view: View, event: Event) -> Iterator[Command]: ...
+
+
+class Engine(Protocol):
+    """Carries commands out and reports what happened, in simulated or real time."""
+
+    def execute(self, node: WorkerId, command: Command) -> None: ...
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        """Wait for the next event: when, at which node, what. None: none can come."""

@@ -1,0 +1,150 @@
+"""Plain JSON for values, and for the state of policies and books: no pickle, nothing executed.
+
+A value names its type where JSON has none of it: `{"type": "Task", …}`. Only the types listed
+here are ever built, whatever a file says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from math import isfinite
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from paceline.core import protocol
+
+_VALUES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(protocol.Work, protocol.Task, protocol.Result),
+        *(protocol.Joined, protocol.Left, protocol.Finished, protocol.Stepped),
+        *(protocol.Received, protocol.TimerFired, protocol.Interrupted),
+        *(protocol.Assign, protocol.Start, protocol.Cancel, protocol.Discard, protocol.Step),
+        *(protocol.Send, protocol.SetTimer, protocol.Stop),
+    )
+}
+_FIELDS = {
+    kind: tuple(
+        (f.name, f.default_factory() if callable(f.default_factory) else f.default)
+        for f in dataclasses.fields(kind)
+    )
+    for kind in _VALUES.values()
+}
+
+
+def encode(value: Any) -> Any:
+    """Return a value of the protocol, or of plain Python, as JSON data."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if isfinite(value) else {"type": "float", "value": repr(value)}
+    if kind in _FIELDS:
+        fields = {
+            name: encode(item)
+            for name, default in _FIELDS[kind]
+            if (item := getattr(value, name)) is not default and item != default
+        }
+        return {"type": kind.__name__, **fields}
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind in (tuple, frozenset, set):
+        ordered = value if kind is tuple else sorted(value)
+        return {"type": kind.__name__, "items": [encode(item) for item in ordered]}
+    if isinstance(value, random.Random):
+        return {"type": "Random", "state": encode(value.getstate())}
+    if isinstance(value, Mapping):
+        if kind is dict and "type" not in value and all(type(key) is str for key in value):
+            return {key: encode(item) for key, item in value.items()}
+        name = "OrderedDict" if kind is OrderedDict else "dict"
+        return {"type": name, "items": [[encode(k), encode(v)] for k, v in value.items()]}
+    raise TypeError(
+        f"{value!r} of type {kind.__name__} cannot be saved; policies keep numbers, strings, "
+        "lists, tuples, sets, dicts, random.Random, or define state_dict() and load_state_dict()"
+    )
+
+
+def decode(data: Any) -> Any:
+    """Invert `encode`."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    match data.get("type"):
+        case None:
+            return {key: decode(item) for key, item in data.items()}
+        case "float":
+            return float(data["value"])
+        case "tuple" | "set" | "frozenset" as name:
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](
+                decode(item) for item in data["items"]
+            )
+        case "dict" | "OrderedDict" as name:
+            pairs = [(decode(key), decode(item)) for key, item in data["items"]]
+            return dict(pairs) if name == "dict" else OrderedDict(pairs)
+        case "Random":
+            generator = random.Random()
+            generator.setstate(decode(data["state"]))
+            return generator
+        case str(name) if name in _VALUES:
+            return _VALUES[name](**{k: decode(v) for k, v in data.items() if k != "type"})
+        case name:
+            raise ValueError(f"unknown type {name!r} in saved data; known: {sorted(_VALUES)}")
+
+
+def save_state(thing: Any) -> dict[str, Any]:
+    """Return the fields of an object as JSON data; objects within it are saved the same way."""
+    if hasattr(thing, "state_dict"):
+        return {"class": type(thing).__name__, "state": encode(thing.state_dict())}
+    fields = {
+        name: {"object": save_state(item)} if _has_fields(item) else {"value": encode(item)}
+        for name, item in vars(thing).items()
+        if not isinstance(item, _FUNCTIONS)  # code is the recipe's, never the file's
+    }
+    return {"class": type(thing).__name__, "fields": fields}
+
+
+def load_state(thing: Any, data: Mapping[str, Any]) -> None:
+    """Put saved fields back into an object made from the same recipe."""
+    if type(thing).__name__ != data["class"]:
+        raise ValueError(
+            f"the saved state is of {data['class']}, but {type(thing).__name__} was given; "
+            "resume with the policy that the run was started with"
+        )
+    if "state" in data:
+        thing.load_state_dict(decode(data["state"]))
+        return
+    for name, item in data["fields"].items():
+        if not hasattr(thing, name):
+            raise ValueError(
+                f"{data['class']} has no field {name!r}; was it saved by another version?"
+            )
+        if "object" in item:
+            load_state(getattr(thing, name), item["object"])
+        else:
+            object.__setattr__(thing, name, decode(item["value"]))
+
+
+def describe(thing: Any) -> str:
+    """Return a recipe as its user would write it: defaults left out, functions by name."""
+    if isinstance(thing, _FUNCTIONS):
+        return thing.__name__
+    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
+        return repr(thing)
+    given = [
+        f"{f.name}={describe(value)}"
+        for f in dataclasses.fields(thing)
+        if f.init and (value := getattr(thing, f.name)) != f.default
+    ]
+    return f"{type(thing).__name__}({', '.join(given)})"
+
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+_PLAIN = (Mapping, list, tuple, set, frozenset, random.Random, int, float, str)
+
+
+def _has_fields(item: Any) -> bool:
+    return hasattr(item, "__dict__") and not isinstance(item, (*_FUNCTIONS, *_PLAIN))

@@ -1,0 +1,1 @@
+"""Datasets that are already on this machine, read without downloading anything."""

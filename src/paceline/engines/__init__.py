@@ -1,0 +1,1 @@
+"""Alike from the outside: a simulator, and Ray."""

@@ -1,0 +1,40 @@
+"""What the trainer needs of an engine beyond carrying commands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.protocol import Engine, Stat
+from paceline.learners.base import Learner, Saved, Server
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as an engine is told of it."""
+
+    learner: Learner
+    server: Server
+    wants: frozenset[Stat] = frozenset()
+    seed: int = 0
+    began: float = 0.0  # the time already spent when a run is resumed
+    steps: int = 0  # the version already reached
+
+
+class TrainingEngine(Engine, Protocol):
+    """An engine with workers of its own. Between `open` and `close` it serves one job."""
+
+    @property
+    def size(self) -> int:
+        """The number of workers it will report as joined."""
+
+    def open(self, job: Job, saved: Saved | None = None) -> None:
+        """Begin a job; with `saved`, exactly where an earlier one was."""
+
+    def save(self) -> Saved | None:
+        """Return what `open` needs to go on exactly here; None if work in flight cannot be."""
+
+    def now(self) -> float:
+        """Return the seconds that have passed on this engine's clock."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Paceline on Ray Core: workers are actors, payloads are flat arrays in the object store."""

@@ -1,0 +1,41 @@
+"""Starting Ray on this machine with settings that stay out of the user's way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # by default workers yield to everything else on the host
+}
+
+
+# Ray takes 127.0.0.1 for a mistake and uses the network's address instead; this is as local.
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+
+
+def connect(address: str | None, workers: int, message_bytes: int) -> bool:
+    """Make sure that Ray runs; return whether it was started here and is ours to stop.
+
+    Room in the object store is for the model and a result of each worker, thrice over.
+    """
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is not None:
+        ray.init(address=address, **quiet)
+        return False
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray.init(
+        address="local",  # never join a cluster that happens to be running
+        include_dashboard=False,
+        object_store_memory=max(256 * 2**20, 3 * (workers + 2) * message_bytes),
+        _node_ip_address=_LOOPBACK,
+        **quiet,
+    )
+    return True

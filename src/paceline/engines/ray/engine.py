@@ -1,0 +1,318 @@
+"""Paceline on Ray: commands become actor calls, whatever comes of them becomes an event."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import time
+import uuid
+from collections import deque
+from concurrent.futures import Future
+from math import inf
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import ray
+
+from paceline.core.protocol import (
+    MAIN,
+    Assign,
+    Cancel,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Send,
+    SetTimer,
+    Start,
+    Step,
+    Stepped,
+    Stop,
+    Task,
+    TimerFired,
+    WorkerId,
+)
+from paceline.engines.base import Job
+from paceline.engines.ray.cluster import connect
+from paceline.engines.ray.pool import Member, Pool
+from paceline.engines.ray.reducer import DriverReducer, Reducer
+from paceline.engines.ray.worker import Answer, Place, Token
+from paceline.learners.base import Saved
+
+logger = logging.getLogger(__name__)
+
+
+class WorkersLost(RuntimeError):
+    """No worker is left, and none may be started again."""
+
+
+class _Call(NamedTuple):
+    """A call on its way, and the time by which it must be answered."""
+
+    deadline: float
+    member: Member
+    task: Task | None  # None: the worker is being set up
+
+
+class Ray:
+    """Workers w0, w1, … as actors of a Ray cluster.
+
+    address: of a running cluster; by default the one this process is connected to, or else a
+        new one on this machine alone.
+    timeout: seconds a task may take. A worker silent for longer (Ray does not report a paused
+        process) is killed and counts as lost.
+    start_timeout: seconds a worker may take to come up.
+    respawns: how often one worker is started again after it was lost.
+    cpus, gpus: what Ray reserves per worker; by default the cluster's cores shared equally.
+
+    Use it as a context manager to keep the worker processes for several runs.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        address: str | None = None,
+        timeout: float = 600.0,
+        start_timeout: float = 180.0,
+        respawns: int = 3,
+        cpus: float | None = None,
+        gpus: float = 0.0,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers={workers}: use at least 1")
+        self.size = workers
+        self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
+        self._respawns, self._cpus, self._gpus = respawns, cpus, gpus
+        self._pool: Pool | None = None
+        self._ours = False  # whether Ray itself was started by this engine
+        self._keep = False  # whether workers outlive a job
+        self._job: Job | None = None
+
+    def __repr__(self) -> str:
+        return f"Ray(workers={self.size})"
+
+    def __enter__(self) -> Ray:
+        self._keep = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._keep = False
+        self.shutdown()
+
+    def pids(self) -> dict[WorkerId, int]:
+        """Return the process of each worker that is up."""
+        members = self._pool.members if self._pool else {}
+        return {name: m.place.pid for name, m in members.items() if m.place is not None}
+
+    # --- one job ---------------------------------------------------------------------------------
+
+    def open(self, job: Job, saved: Saved | None = None) -> None:
+        if saved is not None:
+            raise ValueError("Ray cannot take over work in flight; it is handed out again")
+        if self._pool is None:
+            self._ours = connect(self._address, self.size, job.learner.message_bytes)
+            self._pool = Pool(self.size, self._respawns, self._cpus, self._gpus)
+        self._job = job
+        self._run = uuid.uuid4().hex
+        self._reducer: Reducer = DriverReducer(job.server)
+        self._learner = ray.put(job.learner)
+        self._origin = time.monotonic() - job.began
+        self._version = job.steps
+        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]]] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._timers: list[tuple[float, str]] = []
+        self._calls: deque[_Call] = deque()  # in order of submission
+        self._setting_up: deque[_Call] = deque()
+        self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
+        for name in self._pool.names():
+            self._set_up(name)
+
+    def now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def save(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """End the job. Outside of a `with` block the workers end with it."""
+        if self._job is None:
+            return
+        self._job = None
+        assert self._pool is not None
+        for member in self._pool.members.values():
+            if member.busy is not None:
+                member.actor.abandon.remote(member.busy)
+            member.busy, member.joined = None, False
+            member.waiting.clear()
+        self._events.clear()
+        self._tasks.clear()
+        self._calls.clear()
+        self._setting_up.clear()
+        del self._reducer, self._learner
+        if not self._keep:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Kill the workers, and stop Ray if it was started here."""
+        self.close()
+        if self._pool is not None:
+            self._pool.kill_all()
+            self._pool = None
+        if self._ours:
+            ray.shutdown()
+            self._ours = False
+
+    # --- commands --------------------------------------------------------------------------------
+
+    def execute(self, node: WorkerId, command: Command) -> None:
+        match command:
+            case Start(task):
+                member = self._member(task.worker)
+                self._tasks[task.id] = task, self._reducer.publish()
+                if member.busy is None:
+                    self._ship(member, task)
+                else:
+                    member.waiting.append(task.id)
+            case Cancel(id):
+                self._cancel(id)
+            case Discard(id):
+                self._reducer.drop(id)
+            case Step(weights, _, keep):
+                assert self._job is not None
+                stats = self._reducer.step(weights, keep, self._job.wants)
+                self._version += 1
+                self._events.append(Stepped(self._version, stats))
+            case SetTimer(name, at):
+                if at < inf:
+                    heapq.heappush(self._timers, (at, name))
+            case Stop() | Assign():
+                pass
+            case Send():
+                raise NotImplementedError("this engine has one node; peers need a gossip engine")
+
+    def _ship(self, member: Member, task: Task) -> None:
+        """Put the one task on an actor; a straggler never gathers a queue."""
+        token = Token(self._run, member.name, member.incarnation, task.id)
+        self._reducer.expect(token)
+        member.busy = task.id
+        _, model = self._tasks[task.id]
+        self._call(member, task, member.actor.compute.remote(token, task, model))
+
+    def _cancel(self, id: int) -> None:
+        task, _ = self._tasks.pop(id)
+        self._reducer.drop(id)
+        member = self._member(task.worker)
+        if member.busy == id:
+            member.actor.abandon.remote(id)  # it ends at the next piece of work, or by itself
+        else:
+            member.waiting.remove(id)
+
+    def _set_up(self, name: WorkerId) -> None:
+        assert self._pool is not None and self._job is not None
+        member = self._pool.member(name)
+        self._call(member, None, member.actor.set_up.remote(self._learner, self._job.seed))
+
+    def _call(self, member: Member, task: Task | None, ref: Any) -> None:
+        """Have the answer, or what went wrong, put into the inbox by Ray's own thread."""
+        inbox = self._inbox
+        patience = self._start_timeout if task is None else self._timeout
+        call = _Call(self.now() + patience, member, task)
+        (self._setting_up if task is None else self._calls).append(call)
+        ref.future().add_done_callback(lambda future: inbox.put((call, future)))
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        while True:
+            now = self.now()
+            if self._timers and self._timers[0][0] <= now:
+                return now, MAIN, TimerFired(heapq.heappop(self._timers)[1])
+            if self._events:
+                return now, MAIN, self._events.popleft()
+            self._expire(now)
+            if self._events:
+                continue
+            due = [calls[0].deadline for calls in (self._calls, self._setting_up) if calls]
+            due += [at for at, _ in self._timers[:1]]
+            if not due:
+                return None
+            try:
+                call, future = self._inbox.get(timeout=max(min(due) - now, 0.0))
+            except queue.Empty:
+                continue
+            if self._is_current(call):
+                self._take(call, future)
+
+    def _is_current(self, call: _Call) -> bool:
+        assert self._pool is not None
+        return self._pool.members.get(call.member.name) is call.member
+
+    def _expire(self, now: float) -> None:
+        """Give up workers whose call is overdue, and forget calls that were answered."""
+        for calls in (self._calls, self._setting_up):
+            while calls and (calls[0].deadline <= now or self._answered(calls[0])):
+                call = calls.popleft()
+                if not self._answered(call):
+                    doing = "come up" if call.task is None else f"finish task {call.task.id}"
+                    self._lose(call.member, f"did not {doing} in time")
+
+    def _answered(self, call: _Call) -> bool:
+        if not self._is_current(call):
+            return True
+        if call.task is None:
+            return call.member.joined
+        return call.member.busy != call.task.id
+
+    def _take(self, call: _Call, future: Future[Any]) -> None:
+        member = call.member
+        error = future.exception()
+        if error is not None:
+            if not isinstance(error, ray.exceptions.RayError) or isinstance(
+                error, ray.exceptions.RayTaskError
+            ):
+                raise error  # the user's own code failed: with its own traceback
+            self._lose(member, type(error).__name__)
+            return
+        match future.result():
+            case Place() as place:
+                member.place, member.joined = place, True
+                self._events.append(Joined(member.name))
+            case Answer() as answer:
+                member.busy = None
+                if member.waiting:
+                    self._ship(member, self._tasks[member.waiting.popleft()][0])
+                if self._reducer.accept(answer):
+                    id = answer.token.task
+                    self._tasks.pop(id, None)
+                    self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Count a worker as gone, make sure that it is, and start another in its place."""
+        assert self._pool is not None
+        logger.warning("worker %s is lost: %s", member.name, why)
+        if member.joined:
+            self._events.append(Left(member.name))
+        gone = [*member.waiting] if member.busy is None else [member.busy, *member.waiting]
+        for id in gone:
+            self._tasks.pop(id, None)
+            self._reducer.drop(id)
+        if self._pool.replace(member):
+            self._set_up(member.name)
+        elif not self._pool.members:
+            raise WorkersLost(
+                f"all {self.size} workers are lost, the last one because it {why}, and each was "
+                f"started again {self._respawns} times; raise respawns, or see Ray's logs"
+            )
+
+    def _member(self, name: WorkerId) -> Member:
+        assert self._pool is not None
+        return self._pool.members[name]

@@ -1,0 +1,316 @@
+"""A discrete-event engine: real arithmetic, virtual time, the same bits for the same seed.
+
+A task takes: the model's way down (latency + bytes / bandwidth), computing (a delay model, scaled
+by the amount of work), and the result's way up. A gradient is computed when it arrives, so what
+is cancelled costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from paceline.core.protocol import (
+    MAIN,
+    Assign,
+    Cancel,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Send,
+    SetTimer,
+    Start,
+    Step,
+    Stepped,
+    Stop,
+    Task,
+    TaskId,
+    TimerFired,
+    WorkerId,
+)
+from paceline.core.state import decode, encode
+from paceline.delays.models import Delay, Exponential, PerWorker, resolve
+from paceline.engines.base import Job
+from paceline.learners.arrays import Timing
+from paceline.learners.base import Array, Saved, mean_loss
+
+Delays: TypeAlias = Delay | PerWorker | Sequence[Delay] | Mapping[WorkerId, Delay]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A worker's connection: seconds each way, and bytes per second down and up."""
+
+    latency: float = 0.0
+    down: float = inf
+    up: float = inf
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.down <= 0 or self.up <= 0:
+            raise ValueError(f"{self}: use latency >= 0 and bandwidths > 0 bytes per second")
+
+
+@dataclass(slots=True)
+class _Run:
+    """A task on a worker: how long it computes, and how many samples that is."""
+
+    task: Task
+    seconds: float
+    samples: int
+    wanted: bool = True
+
+
+@dataclass(slots=True)
+class _Worker:
+    delay: Delay
+    link: Link
+    memory: dict[str, float] = field(default_factory=dict)
+    waiting: deque[Task] = field(default_factory=deque)
+    run: _Run | None = None
+
+
+class Simulator:
+    """Workers w0, w1, … in virtual time.
+
+    delays: seconds a worker needs for one unit of work: `unit` samples, by default an equal
+        share of the global batch (batch_size / workers). One model for all, or one for each.
+    link: the workers' connections; one for all or one for each.
+    update: seconds a step takes on the server.
+    schedule: departures and arrivals, as pairs (seconds, Left("w3") | Joined("w3")).
+    interrupt: whether cancelled work ends at once, or blocks its worker until it is done.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        delays: Delays = Exponential(1.0),
+        link: Link | Sequence[Link] = Link(),
+        *,
+        unit: float | None = None,
+        update: float = 0.0,
+        schedule: Sequence[tuple[float, Joined | Left]] = (),
+        interrupt: bool = True,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers={workers}: use at least 1")
+        self.size = workers
+        self._delays, self._link = delays, link
+        self._unit, self._update = unit, update
+        self._schedule, self._interrupt = tuple(schedule), interrupt
+
+    def __repr__(self) -> str:
+        return f"Simulator(workers={self.size}, delays={self._delays!r}, link={self._link!r})"
+
+    def open(self, job: Job, saved: Saved | None = None) -> None:
+        self._job = job
+        self._replica = job.learner.replica(job.seed)
+        self._arithmetic = not isinstance(job.learner, Timing)
+        self._per_sample = 1 / (self._unit or job.learner.batch_size / self.size)
+        self._bytes = job.learner.message_bytes
+        self._rng = np.random.Generator(np.random.PCG64(job.seed))
+        self._now = self._ready = job.began
+        self._order = 0
+        self._version = job.steps
+        self._queue: list[tuple[float, int, Event | Task]] = []
+        self._tasks: dict[TaskId, Task] = {}
+        self._models: dict[int, Array] = {}
+        self._users: dict[int, int] = {}  # of each model kept
+        self._results: dict[TaskId, tuple[Array | None, float | None]] = {}
+        links = [self._link] if isinstance(self._link, Link) else self._link
+        self._workers = {
+            f"w{i}": _Worker(resolve(self._delays, f"w{i}", i), links[i % len(links)])
+            for i in range(self.size)
+        }
+        if saved is not None:
+            self._load(saved)
+            return
+        for worker in self._workers:
+            self._push(self._now, Joined(worker))
+        for at, event in self._schedule:
+            if event.worker not in self._workers:
+                raise ValueError(f"schedule names {event.worker}; there are w0 to w{self.size - 1}")
+            if at >= self._now:
+                self._push(at, event)
+
+    def now(self) -> float:
+        return self._now
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        while self._queue:
+            self._now, _, item = heapq.heappop(self._queue)
+            if isinstance(item, Task):
+                event = self._finish(item)
+                if event is not None:
+                    return self._now, MAIN, event
+            else:
+                if isinstance(item, Left):
+                    self._leave(item.worker)
+                return self._now, MAIN, item
+        return None
+
+    def execute(self, node: WorkerId, command: Command) -> None:
+        match command:
+            case Start(task):
+                self._tasks[task.id] = task
+                if self._arithmetic:
+                    self._keep_model(task.version)
+                worker = self._workers[task.worker]
+                if worker.run is None:
+                    self._begin(worker, task)
+                else:
+                    worker.waiting.append(task)
+            case Cancel(id):
+                self._cancel(self._tasks[id])
+            case Step():
+                self._step(command)
+            case Discard(id):
+                self._results.pop(id, None)
+            case SetTimer(name, at):
+                if at < inf:
+                    self._push(at, TimerFired(name))
+            case Stop() | Assign():
+                pass
+            case Send():
+                raise NotImplementedError("this engine has one node; peers need a gossip engine")
+
+    def _push(self, at: float, item: Event | Task) -> None:
+        self._order += 1  # ties are broken by order, never by chance
+        heapq.heappush(self._queue, (at, self._order, item))
+
+    def _begin(self, worker: _Worker, task: Task) -> None:
+        link, total = worker.link, task.samples * task.work.steps
+        begin = max(self._now, self._ready) + link.latency + self._bytes / link.down
+        seconds = worker.delay.sample(self._rng, begin, worker.memory) * total * self._per_sample
+        if seconds > task.work.budget:
+            total = int(total * task.work.budget / seconds)
+            seconds = task.work.budget
+        worker.run = _Run(task, seconds, total)
+        self._push(begin + seconds + link.latency + self._bytes / link.up, task)
+
+    def _finish(self, task: Task) -> Event | None:
+        worker = self._workers[task.worker]
+        run = worker.run
+        if run is None or run.task.id != task.id:  # cancelled, or the worker left
+            return None
+        worker.run = None
+        if worker.waiting:
+            self._begin(worker, worker.waiting.popleft())
+        if not run.wanted:  # could not be interrupted; the coordinator will discard it
+            return Finished(task.id, run.samples, run.seconds)
+        if not self._arithmetic:
+            del self._tasks[task.id]
+            return Finished(task.id, run.samples, run.seconds)
+        model = self._models[task.version]
+        outcome = self._replica.compute(model, task, lambda done: done < run.samples)
+        self._forget(task)
+        vector = None if outcome.vector is None else np.array(outcome.vector)
+        self._results[task.id] = vector, outcome.stats.get("loss")
+        return Finished(task.id, outcome.samples, run.seconds, outcome.stats)
+
+    def _cancel(self, task: Task) -> None:
+        worker = self._workers[task.worker]
+        if worker.run is not None and worker.run.task.id == task.id:
+            if self._interrupt:
+                worker.run = None
+                if worker.waiting:
+                    self._begin(worker, worker.waiting.popleft())
+            else:
+                worker.run.wanted = False
+        else:
+            worker.waiting.remove(task)
+        self._forget(task)
+
+    def _leave(self, name: WorkerId) -> None:
+        worker = self._workers[name]
+        gone = [*worker.waiting]
+        if worker.run is not None and worker.run.wanted:
+            gone.append(worker.run.task)
+        worker.run = None
+        worker.waiting.clear()
+        for task in gone:
+            self._forget(task)
+
+    def _step(self, step: Step) -> None:
+        weights = list(step.weights.values())
+        results = [self._results.get(id, (None, None)) for id in step.weights]
+        stats = mean_loss(weights, [loss for _, loss in results])
+        vectors = [vector for vector, _ in results if vector is not None]
+        if self._arithmetic and len(vectors) != len(weights):
+            raise RuntimeError(f"a result of {step} is missing: an engine's fault")
+        stats |= self._job.server.step(weights, vectors, self._job.wants)
+        if not step.keep:
+            for id in step.weights:
+                self._results.pop(id, None)
+        self._version += 1
+        self._ready = self._now + self._update
+        self._push(self._ready, Stepped(self._version, stats))
+
+    def _keep_model(self, version: int) -> None:
+        if version not in self._models:
+            self._models[version] = self._job.server.vector.copy()
+        self._users[version] = self._users.get(version, 0) + 1
+
+    def _forget(self, task: Task) -> None:
+        del self._tasks[task.id]
+        if self._arithmetic:
+            self._users[task.version] -= 1
+            if not self._users[task.version]:
+                del self._users[task.version], self._models[task.version]
+
+    def save(self) -> Saved:
+        arrays = {f"model.{version}": model for version, model in self._models.items()}
+        for id, (vector, _) in self._results.items():
+            if vector is not None:
+                arrays[f"result.{id}"] = vector
+        workers = {
+            name: {
+                "memory": dict(worker.memory),
+                "waiting": list(worker.waiting),
+                "run": None
+                if (run := worker.run) is None
+                else [run.task, run.seconds, run.samples, run.wanted],
+            }
+            for name, worker in self._workers.items()
+        }
+        data: dict[str, Any] = {
+            "now": self._now,
+            "ready": self._ready,
+            "order": self._order,
+            "version": self._version,
+            "rng": self._rng.bit_generator.state,
+            "queue": [list(item) for item in self._queue],
+            "tasks": list(self._tasks.values()),
+            "losses": {id: loss for id, (_, loss) in self._results.items()},
+            "workers": workers,
+        }
+        return Saved(arrays, encode(data))
+
+    def _load(self, saved: Saved) -> None:
+        data = decode(saved.data)
+        self._now, self._ready = data["now"], data["ready"]
+        self._order, self._version = data["order"], data["version"]
+        self._rng.bit_generator.state = data["rng"]
+        self._queue = [(at, order, item) for at, order, item in data["queue"]]  # still a heap
+        self._tasks = {task.id: task for task in data["tasks"]}
+        for name, state in data["workers"].items():
+            worker = self._workers[name]
+            worker.memory, worker.waiting = state["memory"], deque(state["waiting"])
+            worker.run = None if state["run"] is None else _Run(*state["run"])
+        if self._arithmetic:
+            for task in self._tasks.values():
+                self._models[task.version] = saved.arrays[f"model.{task.version}"]
+                self._users[task.version] = self._users.get(task.version, 0) + 1
+        for id, loss in data["losses"].items():
+            self._results[id] = saved.arrays.get(f"result.{id}"), loss

@@ -1,0 +1,213 @@
+"""Small problems in numpy, for tests and theory, and one without any arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.protocol import Stat, Task, Work
+from paceline.data.sampling import SHARED, Stream, generator
+from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
+
+Vector = NDArray[np.float64]
+
+
+class ArrayServer:
+    """Plain SGD: x <- x - lr * sum of weight * result."""
+
+    def __init__(self, start: Vector, lr: float) -> None:
+        self.vector = np.array(start, dtype=np.float64)
+        self._lr = lr
+        self._direction = Direction()
+
+    def step(
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> dict[Stat, float]:
+        direction = np.zeros_like(self.vector)
+        for weight, vector in zip(weights, vectors, strict=True):
+            direction += weight * vector
+        self.vector -= self._lr * direction
+        return self._direction.stats(direction, wants)
+
+    def model(self) -> Vector:
+        return self.vector.copy()
+
+    def export(self) -> dict[str, Array]:
+        return {"x": self.vector.copy()}
+
+    def save(self) -> Saved:
+        return Saved({"vector": self.vector.copy(), **self._direction.save()}, {})
+
+    def load(self, saved: Saved) -> None:
+        self.vector[:] = saved.arrays["vector"]
+        self._direction.load(saved.arrays)
+
+
+class ArrayReplica:
+    """Gradients of a problem; with several local steps, the change they make over `lr`."""
+
+    def __init__(self, problem: Quadratic | Logistic, seed: int) -> None:
+        self._problem, self._seed = problem, seed
+        size = problem.examples
+        self._stream = None if size is None else Stream(size, seed)
+
+    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+        self._problem.check(task.work)
+        x = np.array(model)
+        total, done, loss = np.zeros_like(x), 0, 0.0
+        for step in range(task.work.steps):
+            samples = sum(1 for sample in range(task.samples) if proceed(done + sample))
+            if not samples:
+                break
+            value, gradient = self._gradient(x, task.draw + step * task.samples, samples)
+            loss += value * samples
+            total += gradient
+            done += samples
+            if task.work.steps > 1:
+                x -= self._problem.lr * gradient
+        return Outcome(total, done, {"loss": loss / max(done, 1)})
+
+    def _gradient(self, x: Vector, place: int, samples: int) -> tuple[float, Vector]:
+        problem = self._problem
+        if isinstance(problem, Quadratic):
+            return problem.gradient(x, samples, generator(self._seed, SHARED, place))
+        assert self._stream is not None
+        return problem.gradient(x, self._stream.indices(place, samples))
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """f(x) = 1/2 sum of h_i (x_i - b_i)^2 with Gaussian noise of deviation `noise` per sample."""
+
+    curvature: tuple[float, ...] = (1.0,)
+    optimum: float = 0.0
+    start: float = 1.0
+    noise: float = 0.0
+    lr: float = 0.1
+    batch_size: int = 8
+    examples: None = None
+
+    @property
+    def message_bytes(self) -> int:
+        return 8 * len(self.curvature)
+
+    def gradient(self, x: Vector, samples: int, rng: np.random.Generator) -> tuple[float, Vector]:
+        """Return the loss at x and a gradient averaged over so many samples."""
+        gradient = np.asarray(self.curvature) * (x - self.optimum)
+        if self.noise:
+            gradient = gradient + self.noise / np.sqrt(samples) * rng.standard_normal(x.size)
+        return self.loss(x), gradient
+
+    def loss(self, x: Vector) -> float:
+        return float(0.5 * np.sum(np.asarray(self.curvature) * (x - self.optimum) ** 2))
+
+    def replica(self, seed: int) -> ArrayReplica:
+        return ArrayReplica(self, seed)
+
+    def server(self) -> ArrayServer:
+        return ArrayServer(np.full(len(self.curvature), self.start), self.lr)
+
+    def check(self, work: Work) -> None:
+        _no_parts(work)
+
+    def about(self) -> dict[str, Any]:
+        return {"learner": "Quadratic", "batch_size": self.batch_size}
+
+
+@dataclass(frozen=True, eq=False)
+class Logistic:
+    """Logistic regression with labels -1 and 1: mean of log(1 + exp(-y a.x)) + l2/2 |x|^2."""
+
+    features: Vector
+    labels: Vector
+    l2: float = 0.0
+    lr: float = 0.1
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        if set(np.unique(self.labels)) - {-1.0, 1.0}:
+            raise ValueError("labels must be -1 or 1; for 0 and 1 use 2 * labels - 1")
+
+    @property
+    def examples(self) -> int:
+        return len(self.labels)
+
+    @property
+    def message_bytes(self) -> int:
+        return 8 * int(self.features.shape[1])
+
+    def gradient(self, x: Vector, chosen: NDArray[np.int64]) -> tuple[float, Vector]:
+        """Return the loss at x and its gradient over the chosen samples."""
+        a, y = self.features[chosen], self.labels[chosen]
+        margin = y * (a @ x)
+        pull = -y / (1 + np.exp(margin))
+        loss = float(np.mean(np.logaddexp(0, -margin)) + 0.5 * self.l2 * (x @ x))
+        return loss, a.T @ pull / len(y) + self.l2 * x
+
+    def replica(self, seed: int) -> ArrayReplica:
+        return ArrayReplica(self, seed)
+
+    def server(self) -> ArrayServer:
+        return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
+
+    def check(self, work: Work) -> None:
+        _no_parts(work)
+
+    def about(self) -> dict[str, Any]:
+        return {"learner": "Logistic", "batch_size": self.batch_size, "examples": self.examples}
+
+
+def _no_parts(work: Work) -> None:
+    if work.parts is not None:
+        raise ValueError("this problem has shared data alone; use Work(parts=None)")
+
+
+class NoArithmetic:
+    """Both sides of `Timing`: everything takes its time, and nothing is computed."""
+
+    vector: Vector = np.empty(0)
+
+    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+        return Outcome(None, task.samples * task.work.steps)
+
+    def step(
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> dict[Stat, float]:
+        return {}
+
+    def model(self) -> None:
+        return None
+
+    def export(self) -> dict[str, Array]:
+        return {}
+
+    def save(self) -> Saved:
+        return Saved({}, {})
+
+    def load(self, saved: Saved) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A learner without arithmetic: only the time of things is simulated."""
+
+    batch_size: int = 1
+    message_bytes: int = 0
+    examples: int | None = None
+
+    def replica(self, seed: int) -> NoArithmetic:
+        return NoArithmetic()
+
+    def server(self) -> NoArithmetic:
+        return NoArithmetic()
+
+    def check(self, work: Work) -> None:
+        pass
+
+    def about(self) -> dict[str, Any]:
+        return {"learner": "Timing", "batch_size": self.batch_size}

@@ -1,0 +1,286 @@
+"""Any `nn.Module` with any `torch.optim` optimizer on any map-style dataset."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from paceline.core.protocol import Stat, Task, Work
+from paceline.core.state import decode, encode
+from paceline.data.sampling import SHARED, Stream, generator
+from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
+from paceline.learners.flat import FlatModule, as_tensor
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class TorchLearner:
+    """Trains a module by `loss(model, batch)`, the mean over the batch.
+
+    optimizer: makes the optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
+    dataset: map-style, or a function that opens one (called once in each worker process).
+    batch_size: the global batch, shared among the workers; it never changes by itself.
+    outer: for local steps: workers use `optimizer`, started anew for each task, and the server
+        steps with `outer` along the change they made. `partial(SGD, lr=1.0)` is averaging.
+    scheduler: makes a learning-rate schedule, advanced once per step of the server.
+    micro_batch: the samples computed at a time; between them abandoned work can end.
+    threads: of torch in each replica. Bits depend on it, so it is fixed and recorded.
+
+    Persistent buffers (BatchNorm statistics) are part of the model: each worker starts from the
+    server's, and a step moves them by the weighted mean of the workers' changes. Statistics
+    within a batch are those of one worker's share. Random layers are seeded by (seed, draw), so
+    a task gives the same result on every worker. The module given is a recipe and stays as it is.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: MakeOptimizer
+    dataset: Dataset[Any] | Callable[[], Dataset[Any]]
+    batch_size: int
+    outer: MakeOptimizer | None = None
+    scheduler: MakeScheduler | None = None
+    micro_batch: int | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+    threads: int = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or (self.micro_batch is not None and self.micro_batch < 1):
+            raise ValueError(
+                f"batch_size={self.batch_size}, micro_batch={self.micro_batch}: use at least 1"
+            )
+        if not (hasattr(self.dataset, "__getitem__") or callable(self.dataset)):
+            raise ValueError(
+                f"dataset {type(self.dataset).__name__} is neither map-style (__len__ and "
+                "__getitem__) nor a function that opens such a dataset"
+            )
+
+    @property
+    def examples(self) -> int:
+        return len(self.open_dataset())  # type: ignore[arg-type]
+
+    @property
+    def message_bytes(self) -> int:
+        return 4 * FlatModule(copy.deepcopy(self.model)).values.numel()
+
+    def open_dataset(self) -> Dataset[Any]:
+        if hasattr(self.dataset, "__getitem__"):
+            return cast(Dataset[Any], self.dataset)
+        return self.dataset()
+
+    def replica(self, seed: int) -> TorchReplica:
+        return TorchReplica(self, seed)
+
+    def server(self) -> TorchServer:
+        return TorchServer(self)
+
+    def check(self, work: Work) -> None:
+        if work.parts is not None:
+            raise ValueError(
+                "TorchLearner draws from the shared data; Work(parts=…) needs a placement"
+            )
+        if work.steps > 1 and self.outer is None:
+            raise ValueError(
+                f"{work.steps} local steps need an outer optimizer for the server: "
+                "TorchLearner(…, outer=partial(torch.optim.SGD, lr=1.0)) averages"
+            )
+        if work.budget < inf and self.micro_batch is None:
+            raise ValueError(
+                f"a budget of {work.budget:g} s can only end work between pieces: "
+                "TorchLearner(…, micro_batch=…) says how large a piece is"
+            )
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "learner": type(self.model).__name__,
+            "batch_size": self.batch_size,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "threads": self.threads,
+            "torch": torch.__version__,
+        }
+
+
+class TorchReplica:
+    """The worker's side: a copy of the module and the data."""
+
+    def __init__(self, learner: TorchLearner, seed: int) -> None:
+        self._learner, self._seed = learner, seed
+        self._flat = FlatModule(copy.deepcopy(learner.model).train(), learner.device)
+        self._fetch = _fetcher(learner.open_dataset(), learner.collate)
+        self._stream = Stream(learner.examples, seed)
+
+    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+        learner, flat = self._learner, self._flat
+        learner.check(task.work)
+        flat.load(model)
+        rng = generator(self._seed, SHARED, task.draw)
+        with _quiet(learner.threads, int(rng.integers(2**63))):
+            if learner.outer is None:
+                samples, loss = self._gradient(task.draw, task.samples, proceed)
+            else:
+                samples, loss = self._local_steps(task, proceed)
+        if not samples:
+            return Outcome(None, 0)
+        flat.buffer_change()
+        return Outcome(flat.grads.cpu().numpy(), samples, {"loss": loss})
+
+    def _gradient(self, draw: int, samples: int, proceed: Proceed) -> tuple[int, float]:
+        """Leave the mean gradient in the flat buffer; return the samples seen and their loss."""
+        flat, learner = self._flat, self._learner
+        flat.grads.zero_()
+        chosen = self._stream.indices(draw, samples)
+        size = learner.micro_batch or samples
+        done, total = 0, 0.0
+        while done < samples and proceed(done):
+            piece = chosen[done : done + size]
+            loss = learner.loss(flat.module, _to(self._fetch(piece), learner.device))
+            share = len(piece) / samples
+            (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() * len(piece)
+            done += len(piece)
+        if 0 < done < samples:
+            flat.grads.mul_(samples / done)
+        return done, total / max(done, 1)
+
+    def _local_steps(self, task: Task, proceed: Proceed) -> tuple[int, float]:
+        flat = self._flat
+        start = flat.values[: flat.trainable].clone()
+        optimizer = self._learner.optimizer(flat.parameters)
+        seen, total = 0, 0.0
+        for step in range(task.work.steps):
+            before = seen
+            draw = task.draw + step * task.samples
+            samples, loss = self._gradient(draw, task.samples, lambda n: proceed(before + n))  # noqa: B023
+            if not samples:
+                break
+            optimizer.step()
+            seen, total = seen + samples, total + samples * loss
+        torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
+        return seen, total / max(seen, 1)
+
+
+class TorchServer:
+    """The coordinator's side: the model in training, its optimizer, its schedule."""
+
+    def __init__(self, learner: TorchLearner) -> None:
+        self._flat = FlatModule(copy.deepcopy(learner.model).train())
+        self._optimizer = (learner.outer or learner.optimizer)(self._flat.parameters)
+        self._scheduler = learner.scheduler(self._optimizer) if learner.scheduler else None
+        self._direction = Direction()
+
+    @property
+    def vector(self) -> Array:
+        return self._flat.values.numpy()
+
+    def step(
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> dict[Stat, float]:
+        flat = self._flat
+        first = True
+        for weight, vector in zip(weights, vectors, strict=True):
+            if first:
+                torch.mul(as_tensor(vector), weight, out=flat.grads)
+                first = False
+            else:
+                flat.grads.add_(as_tensor(vector), alpha=weight)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        flat.values[flat.trainable :] += flat.grads[flat.trainable :]
+        return self._direction.stats(flat.grads[: flat.trainable].numpy(), wants)
+
+    def model(self) -> nn.Module:
+        self._flat.push_buffers()
+        module = copy.deepcopy(self._flat.module)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()  # out of the flat buffer
+            parameter.grad = None
+        return module.eval()
+
+    def export(self) -> dict[str, Array]:
+        self._flat.push_buffers()
+        state = self._flat.module.state_dict()
+        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
+
+    def save(self) -> Saved:
+        arrays = {"values": self.vector.copy(), **self._direction.save()}
+        optimizer = self._optimizer.state_dict()
+        scalars: dict[int, dict[str, Any]] = {}
+        for index, state in optimizer["state"].items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    arrays[f"optimizer.{index}.{name}"] = value.detach().cpu().numpy().copy()
+                else:
+                    scalars.setdefault(index, {})[name] = value
+        data = {"groups": optimizer["param_groups"], "scalars": scalars}
+        if self._scheduler is not None:
+            data["scheduler"] = self._scheduler.state_dict()
+        return Saved(arrays, encode(data))
+
+    def load(self, saved: Saved) -> None:
+        data = decode(saved.data)
+        self._flat.load(saved.arrays["values"])
+        state: dict[int, dict[str, Any]] = {i: dict(s) for i, s in data["scalars"].items()}
+        for key, array in saved.arrays.items():
+            if key.startswith("optimizer."):
+                _, index, name = key.split(".", 2)
+                state.setdefault(int(index), {})[name] = torch.tensor(array)
+        self._optimizer.load_state_dict({"state": state, "param_groups": data["groups"]})
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(data["scheduler"])
+        self._direction.load(saved.arrays)
+
+
+@contextmanager
+def _quiet(threads: int, seed: int) -> Iterator[None]:
+    """Fix torch's threads and randomness inside, and leave both as they were."""
+    before = torch.get_num_threads()
+    if before != threads:
+        torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        if before != threads:
+            torch.set_num_threads(before)
+
+
+def _fetcher(
+    dataset: Dataset[Any], collate: Callable[[list[Any]], Any]
+) -> Callable[[np.ndarray[Any, np.dtype[np.int64]]], Any]:
+    """Return how to get a batch by indices, the quickest way the dataset offers."""
+    if type(dataset) is TensorDataset and collate is default_collate:
+        tensors = dataset.tensors
+        return lambda chosen: [tensor[torch.from_numpy(chosen)] for tensor in tensors]
+    many = getattr(dataset, "__getitems__", None)
+    if many is not None:
+        return lambda chosen: collate(many(chosen.tolist()))
+    return lambda chosen: collate([dataset[i] for i in chosen.tolist()])
+
+
+def _to(batch: Any, device: str) -> Any:
+    """Move a batch of tensors in lists, tuples and dicts to a device."""
+    if device == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to(item, device) for key, item in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(item, device) for item in batch)
+    return batch

@@ -1,0 +1,1 @@
+"""Who computes, how long we wait, how stale a result may be."""

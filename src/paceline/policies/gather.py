@@ -1,0 +1,204 @@
+"""Step as soon as `k` usable results are held: the rule behind most of the literature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Protocol, TypeAlias
+
+from paceline.core.protocol import (
+    Assign,
+    Cancel,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Result,
+    Stat,
+    Step,
+    TaskId,
+    View,
+    Work,
+    WorkerId,
+)
+
+Combine: TypeAlias = Callable[[View, Collection[Result]], dict[TaskId, float]]
+MakeWork: TypeAlias = Callable[[View, WorkerId], Work]
+
+
+class Chooser(Protocol):
+    """A number that may change from step to step: a schedule, a test, a bandit."""
+
+    @property
+    def wants(self) -> frozenset[Stat]: ...
+    def choose(self, view: View) -> int: ...
+    def learn(self, view: View, event: Event) -> None: ...
+
+
+class Selector(Protocol):
+    """Chooses who gets a task. `wanted` results are still missing; more are spares."""
+
+    @property
+    def wants(self) -> frozenset[Stat]: ...
+    def choose(
+        self, view: View, candidates: Collection[WorkerId], wanted: int
+    ) -> Iterable[WorkerId]: ...
+    def learn(self, view: View, event: Event) -> None: ...
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """Gives a task to every candidate."""
+
+    wants: frozenset[Stat] = frozenset()
+
+    def choose(
+        self, view: View, candidates: Collection[WorkerId], wanted: int
+    ) -> Iterable[WorkerId]:
+        return candidates
+
+    def learn(self, view: View, event: Event) -> None:
+        pass
+
+
+def in_order(results: Iterable[Result]) -> list[Result]:
+    """Sort by place in the data, so that sums do not depend on who was first."""
+    return sorted(results, key=lambda result: (result.task.draw, result.task.id))
+
+
+def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
+    """Weigh by samples: the step is the gradient of all samples together, whatever the shares."""
+    total = sum(result.samples for result in results)
+    return {result.task.id: result.samples / total for result in in_order(results)}
+
+
+def faded(view: View, results: Collection[Result]) -> dict[TaskId, float]:
+    """Take shorter steps along older results: `mean` times 1 / (1 + delay).
+
+    In the manner of staleness-aware asynchronous SGD (Zhang et al., 2016, arXiv 1511.05950).
+    """
+    weights = mean(view, results)
+    return {id: weight / (1 + view.delay(view.held[id])) for id, weight in weights.items()}
+
+
+@dataclass
+class Gather:
+    """Step as soon as `k` usable results are held.
+
+    k: results per step; None: as many as there are workers when the round begins; or a chooser.
+    max_delay: a result is usable while the model has moved at most this many versions.
+    refill: a worker that has delivered starts again at once; otherwise it waits for the step.
+    preempt: a step cancels work whose result could no longer be used.
+    select: who gets a task.
+    work: what a task is; unless it says how many samples, each gets 1/k of the global batch, so
+        that a step uses `batch_size` samples whatever `k` is. When k does not divide it and not
+        everyone is awaited, the count may be off by fewer than k samples.
+    combine: the weight of each result.
+
+    What was lost with a worker is handed out again before anything new, on the same samples; a
+    worker that waits computes for one that is missing. So a lost worker costs time, not a step
+    and not a sample.
+    """
+
+    k: int | Chooser | None = None
+    max_delay: float = 0
+    refill: bool = False
+    preempt: bool = True
+    select: Selector = Everyone()
+    work: Work | MakeWork = Work()
+    combine: Combine = mean
+    _round: int = field(default=-1, init=False, repr=False)  # the version these belong to:
+    _quota: int = field(default=0, init=False, repr=False)  # results it needs
+    _given: int = field(default=0, init=False, repr=False)  # new tasks handed out for it
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, int) and self.k < 1:
+            raise ValueError(f"k={self.k}: a step needs at least one result; use k >= 1")
+        if self.max_delay < 0:
+            raise ValueError(f"max_delay={self.max_delay}: a delay counts versions; use >= 0")
+
+    @property
+    def wants(self) -> frozenset[Stat]:
+        chooser = frozenset[Stat]() if self.k is None or isinstance(self.k, int) else self.k.wants
+        return chooser | self.select.wants
+
+    def check(self, workers: int, batch: int) -> None:
+        """Refuse what cannot work with so many workers and such a batch."""
+        k = self.k if isinstance(self.k, int) else workers
+        if k > workers and not self.refill:
+            raise ValueError(
+                f"k={k} exceeds the {workers} workers of this engine; use k <= {workers}, "
+                "or refill=True (rennala) to let quick workers deliver several results"
+            )
+        if isinstance(self.work, Work) and self.work.samples is None and k > batch:
+            raise ValueError(
+                f"batch_size={batch} cannot be shared among k={k} results; use batch_size >= {k}"
+            )
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        if not (self.k is None or isinstance(self.k, int)):
+            self.k.learn(view, event)
+        self.select.learn(view, event)
+        if isinstance(event, Finished):
+            result = view.held[event.task]
+            if view.delay(result) > self.max_delay or result.samples == 0:
+                yield Discard(event.task)
+        self._begin(view)
+        if len(view.held) >= self._quota:
+            yield Step(self.combine(view, view.held.values()))
+            yield from self._retire(view)
+            self._begin(view)
+        yield from self._hand_out(view)
+
+    def _begin(self, view: View) -> None:
+        """Settle how many results the next step needs, once per version."""
+        if view.version != self._round or not self._quota:
+            match self.k:
+                case None:
+                    quota = len(view.workers)
+                case int(number):
+                    quota = number
+                case chooser:
+                    quota = chooser.choose(view)
+            self._round, self._quota, self._given = view.version, max(quota, 1), 0
+
+    def _retire(self, view: View) -> Iterator[Command]:
+        """Give up what the step just taken has made too old."""
+        for result in list(view.held.values()):
+            if view.delay(result) > self.max_delay:
+                yield Discard(result.task.id)
+        if self.preempt:
+            stale = []
+            for task in view.running.values():  # oldest first
+                if view.delay(task) <= self.max_delay:
+                    break
+                stale.append(task.id)
+            for id in stale:
+                yield Cancel(id)
+
+    def _hand_out(self, view: View) -> Iterator[Command]:
+        candidates = view.idle if self.refill else view.free
+        if candidates:
+            wanted = self._wanted(view)
+            chosen = self.select.choose(view, candidates, wanted)
+            # Without a fixed k, who joins in mid-round waits for the next one.
+            limit = max(wanted, 0) if self.k is None and not self.refill else None
+            for worker in list(islice(chosen, limit)):
+                yield self._assign(view, worker)
+        if not self.refill and view.idle and (missing := self._wanted(view)) > 0:
+            for worker in list(islice(view.idle, missing)):
+                yield self._assign(view, worker)
+
+    def _wanted(self, view: View) -> int:
+        return self._quota - len(view.held) - view.outstanding(self.max_delay)
+
+    def _assign(self, view: View, worker: WorkerId) -> Assign:
+        if view.lost:
+            return Assign(worker, redo=next(iter(view.lost)))
+        work = self.work if isinstance(self.work, Work) else self.work(view, worker)
+        if work.samples is None and work.parts is None:
+            share, rest = divmod(view.batch, self._quota)
+            work = replace(work, samples=max(share + (self._given < rest), 1))
+        self._given += 1
+        return Assign(worker, work)

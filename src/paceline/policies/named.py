@@ -1,0 +1,63 @@
+"""The methods by the names people know them by: each is one setting of `Gather`."""
+
+from __future__ import annotations
+
+from math import inf
+
+from paceline.core.protocol import Work
+from paceline.policies.gather import Gather, faded, mean
+
+
+def sync(n: int | None = None) -> Gather:
+    """Wait for everyone: the step is the gradient of the whole global batch.
+
+    With `n` the batch is always cut into n shares; otherwise into as many as there are workers.
+    """
+    return Gather(n)
+
+
+def k_sync(k: int) -> Gather:
+    """Wait for the fastest `k`, cancel the rest (Dutta et al., 2018, arXiv 1803.01113)."""
+    return Gather(k)
+
+
+def k_async(k: int) -> Gather:
+    """Step on every `k` results, however old; the others run on (Dutta et al., 2018)."""
+    return Gather(k, max_delay=inf, preempt=False)
+
+
+def asynchronous(max_delay: float = inf, damping: bool = True) -> Gather:
+    """Step on each arrival at most `max_delay` versions old; nobody ever waits.
+
+    With `damping` a result of delay d moves the model 1 / (1 + d) as far.
+    """
+    combine = faded if damping else mean
+    return Gather(1, max_delay, refill=True, preempt=False, combine=combine)
+
+
+def rennala(batch: int) -> Gather:
+    """Collect `batch` results at one model from whoever is quick, then step.
+
+    Rennala SGD (Tyurin and Richtárik, 2023, arXiv 2305.12387).
+    """
+    return Gather(batch, refill=True)
+
+
+def ringmaster(threshold: int, stops: bool = True) -> Gather:
+    """Step on each arrival whose delay is below `threshold`.
+
+    Ringmaster ASGD (Maranjyan, Tyurin, Richtárik, 2025, arXiv 2501.16168). With `stops`, work
+    that has grown too old is abandoned at once; without, its result is thrown away on arrival.
+    """
+    if threshold < 1:
+        raise ValueError(f"threshold={threshold}: no result could be used; use threshold >= 1")
+    return Gather(1, threshold - 1, refill=True, preempt=stops)
+
+
+def local_sgd(steps: int, k: int | None = None) -> Gather:
+    """Let each worker take `steps` local steps, then average their changes.
+
+    Local SGD (Stich, 2019, arXiv 1805.09767). The learner's `outer` optimizer makes the step:
+    with Nesterov momentum this is DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
+    """
+    return Gather(k, work=Work(steps=steps))

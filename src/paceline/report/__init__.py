@@ -1,0 +1,1 @@
+"""What a run did, read from its journal alone."""

@@ -1,0 +1,133 @@
+"""Random but possible histories, to find the one that a policy did not think of.
+
+Needs hypothesis: pip install "paceline[testing]".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hypothesis import strategies as st
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.ledger import Ledger
+from paceline.core.protocol import (
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Policy,
+    Start,
+    Stats,
+    Step,
+    Stepped,
+    Task,
+    TimerFired,
+)
+
+Kind: TypeAlias = Literal["join", "leave", "finish", "late", "step", "timer"]
+_KINDS: tuple[Kind, ...] = ("join", "leave", "finish", "late", "step", "timer")
+_OFTEN: tuple[Kind, ...] = ("join", "finish", "finish", "finish", "step")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Something that may happen next: which one it concerns, and how much later it is."""
+
+    kind: Kind
+    which: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class History:
+    """Moves, to be made possible by the policy they are played to."""
+
+    moves: tuple[Move, ...]
+
+    def play(self, policy: Policy, batch: int = 8) -> Coordinator:
+        """Play to a fresh copy of the policy, checking the books after each event.
+
+        Moves that cannot be are left out: nobody finishes who has no task. Late ones repeat a
+        result, or bring one whose task was cancelled or lost.
+        """
+        coordinator = Coordinator(policy, batch)
+        ledger, past = coordinator.ledger, list[Task]()
+        stepped: deque[int] = deque()
+        now = 0.0
+        for move in self.moves:
+            now += move.seconds
+            if move.kind == "timer" and ledger.timers:
+                now = max(now, min(ledger.timers.values()))
+            event = self._event(move, ledger, past, stepped)
+            if event is None:
+                continue
+            for command in coordinator.handle(now, event).commands:
+                match command:
+                    case Start(task):
+                        past.append(task)
+                    case Step():
+                        stepped.append(ledger.version)
+            check_books(ledger)
+        return coordinator
+
+    @staticmethod
+    def _event(move: Move, ledger: Ledger, past: list[Task], stepped: deque[int]) -> Event | None:
+        which, name = move.which, f"w{move.which}"
+        match move.kind:
+            case "join" if name not in ledger.workers:
+                return Joined(name)
+            case "leave" if ledger.workers:
+                return Left(list(ledger.workers)[which % len(ledger.workers)])
+            case "finish" if ledger.running:
+                task = list(ledger.running.values())[which % len(ledger.running)]
+                samples = task.samples * task.work.steps
+                if task.work.budget < float("inf") and which == 0:
+                    samples = 0  # the budget was too short for anything
+                return Finished(task.id, samples, move.seconds, _stats(which))
+            case "late" if past:
+                task = past[which % len(past)]
+                if task.id not in ledger.running:
+                    return Finished(task.id, task.samples, move.seconds, _stats(which))
+            case "step" if stepped:
+                return Stepped(stepped.popleft(), _stats(which))
+            case "timer" if ledger.timers:
+                return TimerFired(min(ledger.timers, key=lambda name: ledger.timers[name]))
+        return None
+
+
+def legal_histories(max_workers: int = 10, max_size: int = 80) -> st.SearchStrategy[History]:
+    """Draw histories of joins, departures, results, late results, steps and timers."""
+    joins = st.integers(1, max_workers).map(lambda n: tuple(Move("join", i, 0.0) for i in range(n)))
+    move = st.builds(
+        Move,
+        st.sampled_from(_KINDS + _OFTEN),
+        st.integers(0, max_workers - 1),
+        st.floats(0, 2, allow_nan=False),
+    )
+    rest = st.lists(move, max_size=max_size).map(tuple)
+    return st.builds(lambda first, then: History(first + then), joins, rest)
+
+
+def check_books(ledger: Ledger) -> None:
+    """Hold every index of the books against what it is an index of."""
+    tasks = dict.fromkeys(ledger.workers, 0)
+    for task in ledger.running.values():
+        tasks[task.worker] += 1
+    results = [result.task.worker for result in ledger.held.values()]
+    assert tasks == ledger.workers
+    assert set(ledger.idle) == {worker for worker, count in tasks.items() if not count}
+    assert set(ledger.free) == set(ledger.idle) - set(results)
+    assert not ledger.held.keys() & ledger.running.keys()
+    assert not ledger.lost.keys() & (ledger.held.keys() | ledger.running.keys())
+    versions = [task.version for task in ledger.running.values()]
+    assert versions == sorted(versions)
+    for delay in (0, 1, 3):
+        fresh = sum(ledger.version - version <= delay for version in versions)
+        assert ledger.outstanding(delay) == fresh
+
+
+def _stats(number: int) -> Stats:
+    return {"loss": float(number), "dot": float(number - 5), "norm": 1.0, "drift": 1.0}

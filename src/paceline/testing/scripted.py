@@ -1,0 +1,87 @@
+"""An engine that plays a script, for testing a policy without any engine at all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.journal import Entry
+from paceline.core.protocol import (
+    MAIN,
+    Command,
+    Event,
+    Finished,
+    Policy,
+    Start,
+    Stats,
+    Step,
+    Stepped,
+    Task,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """In a script: the worker finishes the oldest task it has."""
+
+    worker: WorkerId
+    samples: int | None = None  # None: all that were asked for
+    stats: Stats = field(default_factory=dict)
+
+
+class ScriptedEngine:
+    """Reports the events of a script at their times, and writes down what it is told to do.
+
+    After each `Step` it reports `Stepped`, as every engine does.
+    """
+
+    def __init__(self, script: Iterable[tuple[float, Event | Done]]) -> None:
+        self._script = deque(script)
+        self._tasks: dict[WorkerId, deque[Task]] = {}
+        self._stepped: deque[Event] = deque()
+        self._now = 0.0
+        self._version = 0
+        self.commands: list[Command] = []
+
+    def execute(self, node: WorkerId, command: Command) -> None:
+        self.commands.append(command)
+        if isinstance(command, Start):
+            self._tasks.setdefault(command.task.worker, deque()).append(command.task)
+        elif isinstance(command, Step):
+            self._version += 1
+            self._stepped.append(Stepped(self._version))
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        if self._stepped:
+            return self._now, MAIN, self._stepped.popleft()
+        if not self._script:
+            return None
+        self._now, item = self._script.popleft()
+        return self._now, MAIN, self._finish(item) if isinstance(item, Done) else item
+
+    def _finish(self, done: Done) -> Finished:
+        tasks = self._tasks.get(done.worker)
+        if not tasks:
+            raise ValueError(f"{done} at t={self._now:g}: {done.worker} was given no task")
+        task = tasks.popleft()
+        samples = task.samples * task.work.steps if done.samples is None else done.samples
+        return Finished(task.id, samples, self._now - task.since, done.stats)
+
+
+def transcript(
+    policy: Policy, script: Iterable[tuple[float, Event | Done]], batch: int = 1
+) -> list[Entry]:
+    """Play a script to a policy; return what happened and what it answered, entry by entry."""
+    engine = ScriptedEngine(script)
+    coordinator = Coordinator(policy, batch)
+    entries = []
+    while (occurred := engine.next_event()) is not None:
+        now, node, event = occurred
+        entry = coordinator.handle(now, event)
+        for command in entry.commands:
+            engine.execute(node, command)
+        entries.append(entry)
+    return entries

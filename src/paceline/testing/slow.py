@@ -1,0 +1,214 @@
+"""Slows a real process down: it is stopped and continued so that it runs a share of the time.
+
+Linux only. The stopping is done by a small process of its own, whose cycle no other thread's hold
+on the interpreter lock can distort, and which outlives nobody: it ends with its time, its parent
+or its target, and its last act is to let the target run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Self
+
+# Answers every share it takes on with one byte, once it acts on it. The target is a pidfd, so a
+# reused process id is never hit. `balance` is what the target has run beyond its share, weighted
+# so that a second of running adds 1 - share and a second of standing takes share away: measured
+# time goes in, so whatever a phase oversleeps, the phases after it make up for.
+_SCRIPT = """
+import os, select, signal, struct, sys, time
+
+# The copy has a low number, whatever the parent's has: select takes none above 1023.
+target, parent = os.dup(int(sys.argv[1])), int(sys.argv[2])
+share, period, seconds = map(float, sys.argv[3:6])
+
+# A signal only wakes the loop, so that no exception can fall between the last lines.
+wake, waker = os.pipe()
+os.set_blocking(waker, False)
+signal.set_wakeup_fd(waker)
+signal.signal(signal.SIGTERM, lambda *_: None)
+# Ctrl-C reaches the whole group; whether it ends the run is for the parent to say.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+def throttle(share):
+    balance, running, unanswered = 0.0, True, True
+    mark = time.monotonic()
+    end = mark + seconds
+    while True:
+        now = time.monotonic()
+        balance += (now - mark) * (1 - share if running else -share)
+        mark = now
+        if now >= end or os.getppid() != parent:
+            return
+        if running and share < 1 and balance >= share * (1 - share) * period:
+            signal.pidfd_send_signal(target, signal.SIGSTOP)
+            running = False
+        elif not running and share > 0 and balance <= 0:
+            signal.pidfd_send_signal(target, signal.SIGCONT)
+            running = True
+        if unanswered:
+            os.write(1, b".")
+            unanswered = False
+        left = min(end - now, 0.2)  # also the most that a parent's death goes unnoticed
+        if running and share < 1:
+            left = min(left, share * period - balance / (1 - share))
+        elif not running and share > 0:
+            left = min(left, balance / share)
+        ready = select.select([0, target, wake], [], [], max(left, 0.0))[0]
+        if target in ready or wake in ready:
+            return
+        if 0 in ready:
+            order = os.read(0, 8)
+            if not order:
+                return
+            share, balance, unanswered = struct.unpack("=d", order)[0], 0.0, True
+            mark = time.monotonic()
+
+try:
+    throttle(share)
+except (ProcessLookupError, BrokenPipeError):
+    pass  # the target or the parent ended in this very moment
+finally:
+    try:
+        signal.pidfd_send_signal(target, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+"""
+
+
+class Throttle:
+    """Lets a process run only `share` of the time while entered, for at most `seconds`.
+
+    A share of 1.0 leaves the process alone, 0.0 pauses it; between them it runs once per `period`.
+    """
+
+    def __init__(self, pid: int, share: float, period: float = 0.1, seconds: float = 600.0) -> None:
+        if pid < 1:
+            raise ValueError(f"pid={pid} is no process; give the positive id of one process")
+        for name, value in (("period", period), ("seconds", seconds)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be finite and > 0; try the default")
+        self.pid = pid
+        self.share = _checked(share)
+        self.period = period
+        self.seconds = seconds
+        self._target: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        if self._child is not None:
+            raise RuntimeError(
+                f"this throttle of process {self.pid} is already entered; use change(share), or "
+                f"leave it first"
+            )
+        self._target = _opened(self.pid)
+        try:
+            self._child = self._spawned(self._target)
+            self._await_answer(self._child)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def change(self, share: float) -> None:
+        """Give the process another share from now on; the `seconds` go on counting."""
+        share = _checked(share)
+        if self._child is None:
+            raise RuntimeError(
+                f"this throttle of process {self.pid} is not entered; call change(share) inside "
+                f"`with Throttle(...) as throttle:`"
+            )
+        # A child that has ended takes no order, which the missing answer then reports.
+        with suppress(BrokenPipeError):
+            os.write(_number(self._child.stdin), struct.pack("=d", share))
+        self._await_answer(self._child)
+        self.share = share
+
+    def _spawned(self, target: int) -> subprocess.Popen[bytes]:
+        """Start the process that stops and continues the target."""
+        numbers = (target, os.getpid(), self.share, self.period, self.seconds)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SCRIPT, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(target,),
+        )
+
+    def _await_answer(self, child: subprocess.Popen[bytes]) -> None:
+        """Wait until the last share given is acted on."""
+        if not os.read(_number(child.stdout), 1):
+            raise RuntimeError(
+                f"the throttle of process {self.pid} has ended: the process did, its "
+                f"{self.seconds:g} seconds have passed, or it was killed; use a larger seconds=, "
+                f"or leave it and enter another"
+            )
+
+    def _close(self) -> None:
+        """End the cycle and leave the process running."""
+        child, target = self._child, self._target
+        self._child = self._target = None
+        try:
+            if child is not None:
+                # The closing pipe is not enough: a fork of this process may hold it open.
+                child.terminate()
+                child.__exit__(None, None, None)
+        finally:
+            if target is not None:
+                # Once more, in case somebody killed the child while the target was stopped.
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(target, signal.SIGCONT)
+                os.close(target)
+
+
+def _number(pipe: IO[bytes] | None) -> int:
+    """Return the file descriptor of a pipe that was asked for."""
+    if pipe is None:
+        raise AssertionError("the child is always started with pipes")
+    return pipe.fileno()
+
+
+def _checked(share: float) -> float:
+    """Return a share that is one."""
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"share={share} is not within 0 and 1; use 1.0 for full speed, 0.5 for half, "
+            f"0.0 for a pause"
+        )
+    return share
+
+
+def _opened(pid: int) -> int:
+    """Return a pidfd of a live process that this one may signal."""
+    if sys.platform != "linux":
+        raise RuntimeError(f"Throttle needs Linux, not {sys.platform}; run this test on Linux")
+    try:
+        target = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ProcessLookupError(
+            f"there is no process {pid}; give the id of a running one, on this machine"
+        ) from None
+    try:
+        # A pidfd is readable once its process has ended, even before anybody waits for it.
+        ended = select.poll()
+        ended.register(target, select.POLLIN)
+        if ended.poll(0):
+            raise ProcessLookupError(f"process {pid} has ended; give the id of a running one")
+        signal.pidfd_send_signal(target, 0)
+    except BaseException:
+        os.close(target)
+        raise
+    return target

@@ -1,0 +1,261 @@
+"""The one call most users make: a learner, a policy and an engine, trained until an end."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import paceline.checkpoint as checkpoint
+from paceline.callbacks import Callback, Progress, ProgressLine, progress_of
+from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
+from paceline.core.coordinator import Coordinator, drive
+from paceline.core.journal import Header, Journal
+from paceline.core.protocol import MAIN, Interrupted, Policy, Step, Work
+from paceline.core.state import describe, load_state, save_state
+from paceline.engines.base import Job, TrainingEngine
+from paceline.learners.arrays import Timing
+from paceline.learners.base import Learner
+from paceline.policies.wrappers import MinWorkers, Until
+from paceline.report.metrics import Meter, Stretch, sample_fates
+from paceline.report.text import summary
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    model: Any
+    metrics: dict[str, NDArray[np.float64]]  # one value per step; see Meter.arrays
+    meter: Meter
+    journal: Journal
+    policy: Policy  # as it was driven, so that replay(run.policy, run.journal) == run.journal
+    reason: str
+
+    @property
+    def steps(self) -> int:
+        """The version of the model, counted from the very start."""
+        return self.meter.version
+
+    @property
+    def seconds(self) -> float:
+        return float(self.metrics["seconds"][-1]) if len(self.metrics["seconds"]) else 0.0
+
+    def summary(self) -> str:
+        """Say in a few lines what was done, used and wasted."""
+        return summary(self.meter, self.reason, self.journal.header.batch)
+
+    def samples(self) -> list[Stretch]:
+        """Say what became of every sample that was handed out."""
+        return sample_fates(self.journal)
+
+
+class Trainer:
+    """Trains a learner under a policy on an engine.
+
+    seed: all randomness derives from it: which samples, random layers, simulated delays.
+    min_workers: how many must have joined before training begins; by default all.
+    checkpoints: where and how often to save; see `resume`.
+    journal: a file for the journal, kept in memory otherwise.
+    progress: whether to show a progress line.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        policy: Policy,
+        engine: TrainingEngine,
+        *,
+        seed: int = 0,
+        callbacks: Sequence[Callback] = (),
+        min_workers: int | None = None,
+        checkpoints: Checkpoints | None = None,
+        journal: Path | str | None = None,
+        progress: bool = True,
+    ) -> None:
+        self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
+        self._min_workers = engine.size if min_workers is None else min_workers
+        if not 1 <= self._min_workers <= engine.size:
+            raise ValueError(
+                f"min_workers={min_workers}: this engine has {engine.size} workers; "
+                f"use 1 to {engine.size}"
+            )
+        if check := getattr(policy, "check", None):
+            check(engine.size, learner.batch_size)
+        if isinstance(work := getattr(policy, "work", None), Work):
+            learner.check(work)
+        self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
+        self._checkpoints, self._journal_path = checkpoints, journal
+        self._server = learner.server()
+        self._arithmetic = not isinstance(learner, Timing)
+        self._snapshot: Snapshot | None = None
+
+    def fit(
+        self,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        seconds: float | None = None,
+        until: Callable[[Progress], bool] | None = None,
+    ) -> Run:
+        """Train until the first of the given ends; all count from the very start of training.
+
+        So after a resume in epoch 7, `fit(epochs=10)` trains three more. Ctrl-C ends the run as
+        an end would, with what was learned.
+        """
+        ends = self._ends(epochs, steps, seconds, until)
+        inflight = self._snapshot is not None and self._snapshot.engine is not None
+        started = MinWorkers(0 if inflight else self._min_workers, self._policy)
+        policy = Until(started, **ends)
+        coordinator = self._coordinator(policy)
+        meter = Meter.begin(coordinator.journal.header)
+        job = Job(
+            self._learner,
+            self._server,
+            policy.wants | {"loss"},
+            self._seed,
+            coordinator.ledger.now,
+            coordinator.ledger.version,
+        )
+        for callback in self._callbacks:
+            callback.started()
+        self._engine.open(job, self._snapshot.engine if self._snapshot else None)
+        try:
+            self._drive(coordinator, meter, until)
+            self._snapshot = self._take(coordinator)
+            if self._checkpoints is not None:
+                self._save(self._checkpoints, self._snapshot)
+        finally:
+            self._engine.close()
+            coordinator.journal.close()
+        reason = coordinator.ledger.stopped or "unknown"
+        for callback in self._callbacks:
+            callback.ended(reason)
+        model = self._server.model()
+        return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason)
+
+    def resume(self, path: Path | str) -> Trainer:
+        """Continue from a checkpoint, or from the newest one in a folder of them.
+
+        The trainer must be made like the one that saved it. On the simulator, and on Ray under
+        `sync`, the trajectory is bit for bit the one that was interrupted.
+        """
+        snapshot = checkpoint.read(path)
+        mine, theirs = self._about(), dict(snapshot.about)
+        if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
+            told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
+            raise CheckpointError(f"{path} is not of this run: {told}; make the trainer alike")
+        self._server.load(snapshot.server)
+        self._snapshot = snapshot
+        return self
+
+    # --- the parts of fit ------------------------------------------------------------------------
+
+    def _ends(
+        self,
+        epochs: float | None,
+        steps: int | None,
+        seconds: float | None,
+        until: Callable[[Progress], bool] | None,
+    ) -> dict[str, float]:
+        if epochs is None and steps is None and seconds is None and until is None:
+            raise ValueError("fit() needs an end: epochs=…, steps=…, seconds=… or until=…")
+        ends = {"steps": inf if steps is None else steps}
+        ends["seconds"] = inf if seconds is None else seconds
+        ends["samples"] = inf
+        if epochs is not None:
+            if self._learner.examples is None:
+                raise ValueError("this learner has no epochs; use steps=… or seconds=…")
+            ends["samples"] = epochs * self._learner.examples
+        return ends
+
+    def _coordinator(self, policy: Until) -> Coordinator:
+        """Make the coordinator, where the snapshot left off if there is one."""
+        batch, snapshot = self._learner.batch_size, self._snapshot
+        coordinator = Coordinator(policy, batch)
+        state = None
+        if snapshot is not None:
+            assert isinstance(coordinator.policy, Until)
+            assert isinstance(coordinator.policy.inner, MinWorkers)
+            load_state(coordinator.policy.inner.inner, snapshot.coordinator["policy"])
+            load_state(coordinator.ledger, snapshot.coordinator["ledger"])
+            coordinator.ledger.stopped = None
+            if snapshot.engine is None:
+                coordinator.ledger.abandon()
+            state = coordinator.state()
+        about = {**self._about(), "engine": repr(self._engine), "python": platform.python_version()}
+        path = self._journal_path
+        if path is not None and snapshot is not None:  # the first journal stays
+            path = Path(path).with_stem(f"{Path(path).stem}-{snapshot.step}")
+        coordinator.journal = Journal(Header(describe(policy), batch, about, state), path)
+        return coordinator
+
+    def _drive(
+        self,
+        coordinator: Coordinator,
+        meter: Meter,
+        until: Callable[[Progress], bool] | None,
+    ) -> None:
+        def stop(reason: str) -> None:
+            now = max(self._engine.now(), coordinator.ledger.now)
+            meter.observe(coordinator.handle(now, Interrupted(reason)))
+
+        examples = self._learner.examples
+        try:
+            for _, entry in drive({MAIN: coordinator}, self._engine):
+                meter.observe(entry)
+                if not any(isinstance(command, Step) for command in entry.commands):
+                    continue
+                progress = progress_of(
+                    meter, examples, len(coordinator.ledger.workers), self._server, stop
+                )
+                for callback in self._callbacks:
+                    callback.stepped(progress)
+                if until is not None and until(progress):
+                    stop("the condition of until holds")
+                if self._arithmetic and not isfinite(progress.loss):
+                    stop(f"the loss is {progress.loss} at step {progress.step}")
+                saves = self._checkpoints
+                if saves is not None and progress.step % saves.every == 0:
+                    self._save(saves, self._take(coordinator))
+        except KeyboardInterrupt:
+            stop("interrupted by the user")
+
+    def _take(self, coordinator: Coordinator) -> Snapshot:
+        assert isinstance(coordinator.policy, Until)
+        assert isinstance(coordinator.policy.inner, MinWorkers)
+        state = {
+            "policy": save_state(coordinator.policy.inner.inner),
+            "ledger": save_state(coordinator.ledger),
+        }
+        return Snapshot(
+            coordinator.ledger.version,
+            self._about(),
+            state,
+            self._server.save(),
+            self._engine.save(),
+        )
+
+    def _save(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        folder = checkpoints.folder(snapshot.step)
+        checkpoint.write(folder, snapshot, self._server.export())
+        checkpoints.prune()
+        logger.info("saved %s", folder)
+
+    def _about(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the first."""
+        return {
+            **self._learner.about(),
+            "seed": self._seed,
+            "policy": describe(self._policy),
+            "workers": self._engine.size,
+        }

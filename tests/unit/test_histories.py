@@ -1,0 +1,94 @@
+"""Every policy, over random possible histories: no illegal command, and replays are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import paceline as pl
+from paceline.core.coordinator import Coordinator
+from paceline.core.journal import Entry, Journal, dump_entry, parse_entry
+from paceline.core.protocol import Policy, Start, Step, Task
+from paceline.testing import History, legal_histories
+
+POLICIES: dict[str, Policy] = {
+    "sync": pl.sync(),
+    "sync(4)": pl.sync(4),
+    "k_sync(2)": pl.k_sync(2),
+    "k_async(3)": pl.k_async(3),
+    "asynchronous": pl.asynchronous(),
+    "asynchronous(2)": pl.asynchronous(2, damping=False),
+    "rennala(5)": pl.rennala(5),
+    "ringmaster(3)": pl.ringmaster(3),
+    "ringmaster(2) without stops": pl.ringmaster(2, stops=False),
+    "local_sgd": pl.local_sgd(3),
+    "deadline": pl.deadline(1.0),
+    "MinWorkers": pl.MinWorkers(3, pl.sync()),
+    "Until": pl.Until(pl.k_sync(2), steps=5, seconds=20.0),
+    "loose k-sync": pl.Gather(3, max_delay=1, preempt=False),
+}
+MAX_DELAY = {
+    "sync": 0,
+    "sync(4)": 0,
+    "k_sync(2)": 0,
+    "asynchronous(2)": 2,
+    "rennala(5)": 0,
+    "ringmaster(3)": 2,
+    "ringmaster(2) without stops": 1,
+    "loose k-sync": 1,
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(history=legal_histories())
+def test_any_history(name: str, history: History) -> None:
+    coordinator = history.play(POLICIES[name])  # raises PolicyError on an illegal command
+    journal = coordinator.journal
+    assert pl.replay(POLICIES[name], journal) == journal
+    assert [parse_entry(dump_entry(entry)) for entry in journal] == list(journal)
+    check_every_result_is_used_once(journal)
+    assert all(delay <= MAX_DELAY.get(name, inf) for delay in delays(journal))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(history=legal_histories())
+def test_saved_halfway_it_goes_on_the_same(name: str, history: History) -> None:
+    journal = history.play(POLICIES[name]).journal
+    entries = list(journal)
+    half = len(entries) // 2
+    first = Coordinator(POLICIES[name], batch=8)
+    for entry in entries[:half]:
+        first.handle(entry.now, entry.event)
+    second = Coordinator(POLICIES[name], batch=8)
+    second.load(first.state())
+    for entry in entries[half:]:
+        second.handle(entry.now, entry.event)
+    assert list(second.journal) == entries[half:]
+
+
+def steps_and_tasks(journal: Journal) -> Iterator[tuple[Entry, Step, dict[int, Task]]]:
+    tasks: dict[int, Task] = {}
+    for entry in journal:
+        for command in entry.commands:
+            if isinstance(command, Start):
+                tasks[command.task.id] = command.task
+            elif isinstance(command, Step):
+                yield entry, command, tasks
+
+
+def check_every_result_is_used_once(journal: Journal) -> None:
+    used = [id for _, step, _ in steps_and_tasks(journal) for id in step.weights]
+    assert len(used) == len(set(used))
+
+
+def delays(journal: Journal) -> list[int]:
+    return [
+        version - tasks[id].version
+        for version, (_, step, tasks) in enumerate(steps_and_tasks(journal))
+        for id in step.weights
+    ]

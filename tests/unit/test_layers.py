@@ -1,0 +1,94 @@
+"""Imports point downwards, and the core imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import paceline
+
+ROOT = Path(paceline.__file__).parent
+
+# What each layer may import of the project, itself always included.
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "policies": {"core"},
+    "data": {"core"},
+    "delays": {"core"},
+    "learners": {"core", "data"},
+    "engines": {"core", "data", "delays", "learners"},
+    "report": {"core"},
+    "callbacks": {"learners", "report"},
+    "checkpoint": {"core", "learners"},
+    "trainer": {"core", "policies", "learners", "engines", "report", "callbacks", "checkpoint"},
+    "testing": {"core", "policies", "engines"},
+}
+# Which packages beyond the standard library each layer may import.
+PACKAGES: dict[str, set[str]] = {
+    "core": set(),
+    "policies": set(),
+    "data": {"numpy"},
+    "delays": {"numpy"},
+    "learners": {"numpy", "torch"},
+    "engines": {"numpy", "ray"},
+    "report": {"numpy"},
+    "callbacks": set(),
+    "checkpoint": {"numpy", "safetensors"},
+    "trainer": {"numpy"},
+    "testing": {"hypothesis"},
+}
+# One file each, so that the rest works without them.
+ONLY_IN = {
+    "torch": {"learners/torch.py", "learners/flat.py"},
+    "hypothesis": {"testing/histories.py"},
+}
+# Below the engines nothing reads a clock or module-level randomness.
+NO_CLOCK = {"core", "policies", "data", "delays", "learners", "report", "checkpoint"}
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            names.add(node.module or "")
+    return names
+
+
+def sources() -> list[Path]:
+    return [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+
+
+def test_every_layer_is_known() -> None:
+    assert {layer(path) for path in sources()} == set(ALLOWED)
+
+
+def test_imports_go_down() -> None:
+    for path in sources():
+        mine = layer(path)
+        for name in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "paceline":
+                other = rest.partition(".")[0]
+                assert other == mine or other in ALLOWED[mine], f"{path} imports {name}"
+            elif top not in sys.stdlib_module_names:
+                assert top in PACKAGES[mine], f"{path} imports {name}"
+                allowed = ONLY_IN.get(top)
+                assert allowed is None or path.relative_to(ROOT).as_posix() in allowed, path
+
+
+def test_no_clock_and_no_pickle() -> None:
+    for path in sources():
+        names = imports(path)
+        assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
+        if layer(path) in NO_CLOCK:
+            assert not names & {"time", "datetime", "threading", "asyncio"}, path
+        if layer(path) in {"core", "policies"}:
+            assert "random" not in names or path.name == "state.py", path  # which saves it
