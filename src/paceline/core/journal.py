@@ -72,6 +72,10 @@ class Journal:
 
     def save(self, path: Path | str) -> None:
         """Write the whole journal to a file."""
+        if self.path is not None and self.path.resolve() == Path(path).resolve():
+            if self._file is not None:
+                self._file.flush()
+            return  # it is there already; opening it for writing would empty it
         copy = Journal(self.header, path)
         for entry in self:
             copy.append(entry)

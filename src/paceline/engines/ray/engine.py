@@ -66,7 +66,8 @@ class Ray:
         process) is killed and counts as lost.
     start_timeout: seconds a worker may take to come up.
     respawns: how often one worker is started again after it was lost.
-    cpus, gpus: what Ray reserves per worker; by default the cluster's cores shared equally.
+    cpus, gpus: what Ray reserves per worker; by default an equal share of the cores that are
+        free, at most one.
 
     Use it as a context manager to keep the worker processes for several runs.
     """
@@ -262,8 +263,11 @@ class Ray:
             while calls and (calls[0].deadline <= now or self._answered(calls[0])):
                 call = calls.popleft()
                 if not self._answered(call):
-                    doing = "come up" if call.task is None else f"finish task {call.task.id}"
-                    self._lose(call.member, f"did not {doing} in time")
+                    if call.task is None:
+                        why = f"did not come up in {self._start_timeout:g} s"
+                    else:
+                        why = f"did not finish task {call.task.id} in {self._timeout:g} s"
+                    self._lose(call.member, why)
 
     def _answered(self, call: _Call) -> bool:
         if not self._is_current(call):
@@ -283,7 +287,7 @@ class Ray:
             self._lose(member, type(error).__name__)
             return
         match future.result():
-            case Place() as place:
+            case Place() as place if not member.joined:
                 member.place, member.joined = place, True
                 self._events.append(Joined(member.name))
             case Answer() as answer:
@@ -309,8 +313,8 @@ class Ray:
             self._set_up(member.name)
         elif not self._pool.members:
             raise WorkersLost(
-                f"all {self.size} workers are lost, the last one because it {why}, and each was "
-                f"started again {self._respawns} times; raise respawns, or see Ray's logs"
+                f"all {self.size} workers are lost and respawns={self._respawns} used up; the last "
+                f"one: {why}. Ray reports {ray.available_resources().get('CPU', 0):g} CPUs free"
             )
 
     def _member(self, name: WorkerId) -> Member:

@@ -33,9 +33,9 @@ class Pool:
 
     def __init__(self, size: int, respawns: int, cpus: float | None, gpus: float) -> None:
         if cpus is None:
-            total = ray.cluster_resources().get("CPU", 1.0)
-            cpus = min(1.0, int(total / size * 1000) / 1000)
-        self._actor = actor_class(num_cpus=cpus, num_gpus=gpus)
+            unused = ray.available_resources().get("CPU", 0.0)
+            cpus = min(1.0, int(unused / size * 1000) / 1000)
+        self._actor = actor_class(num_cpus=cpus, num_gpus=gpus, scheduling_strategy="SPREAD")
         self._respawns = respawns
         self._node = ray.get_runtime_context().get_node_id()
         self.members: dict[WorkerId, Member] = {}

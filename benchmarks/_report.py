@@ -1,0 +1,121 @@
+"""What the benchmarks share: their arguments, their machine, their table and their last line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that knows `--quick`, for a benchmark to add its own to."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--quick", action="store_true", help="a short look, under 50 seconds")
+    return arguments
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """Describe where the figures come from: cores, processor, versions."""
+    about: dict[str, Any] = {
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "processor": _processor(),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+    }
+    return about | {package: metadata.version(package) for package in packages}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Return the q-quantile, between the nearest two values."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * q) - 1]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their header, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, ["-" * width for width in widths], *rows):
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]), flush=True)
+
+
+class OtherLoad:
+    """Measures how many cores work that is not ours took meanwhile; above 0.2, measure again."""
+
+    def __init__(self) -> None:
+        self._begin = _busy_seconds()
+
+    def cores(self) -> float | None:
+        """Return the mean since the beginning, None where the system does not tell."""
+        end = _busy_seconds()
+        if self._begin is None or end is None:
+            return None
+        (uptime, all_, ours), (uptime_0, all_0, ours_0) = end, self._begin
+        return round(max(all_ - all_0 - (ours - ours_0), 0.0) / max(uptime - uptime_0, 1e-9), 2)
+
+
+def _busy_seconds() -> tuple[float, float, float] | None:
+    """Return uptime, and the processor time used by all and by our own tree of processes."""
+    if sys.platform != "linux":
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    parents: dict[int, int] = {}
+    used: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended meanwhile
+            pid = int(folder.name)
+            parents[pid], used[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    everything = user + nice + system + irq + softirq + steal
+    return uptime, everything / tick, sum(used[pid] for pid in ours) / tick
+
+
+def finish(
+    benchmark: str,
+    figures: Any,
+    bounds: dict[str, float],
+    ok: bool,
+    about: dict[str, Any],
+    quick: bool,
+) -> NoReturn:
+    """Print the one line that machines read, and exit with 1 if a bound does not hold."""
+    line = {
+        "benchmark": benchmark,
+        "ok": ok,
+        "quick": quick,
+        "bounds": bounds,
+        "figures": figures,
+        "machine": about,
+    }
+    print(json.dumps(line), flush=True)
+    sys.exit(0 if ok else 1)

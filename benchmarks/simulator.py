@@ -1,0 +1,93 @@
+"""Events per second of the simulator without arithmetic, from ten to a hundred thousand workers.
+
+An event counts when it was taken from the engine, decided upon, and its commands were carried
+out. The clock starts when all workers have joined, and stops after whole steps, since a step of
+`sync` hands out a task to everyone at once. Each figure is the best of several repeats, taken in
+turn over all policies: what disturbs a machine can only add time.
+
+    python benchmarks/simulator.py [--quick]
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+from _report import OtherLoad, finish, machine, parser, table
+
+import paceline as pl
+from paceline.core.coordinator import drive
+from paceline.core.protocol import MAIN, Policy
+from paceline.engines.base import Job
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "sync": lambda n: pl.sync(),
+    "k_sync(0.9 n)": lambda n: pl.k_sync(n * 9 // 10),
+    "rennala(n)": pl.rennala,
+    "ringmaster(n)": pl.ringmaster,
+    "k_async(n / 10)": lambda n: pl.k_async(n // 10),
+}
+SIZES = (10, 1_000, 100_000)
+EVENTS_PER_SECOND = 20_000.0  # at least, with 1,000 workers
+GROWTH = 3.0  # at most, of the cost per event from 1,000 to 100,000 workers
+
+
+def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
+    """Return the cost of an event, over at least so many of them and whole steps."""
+    learner = pl.Timing(batch_size=8 * workers)
+    engine = pl.Simulator(workers, pl.Exponential(1.0))
+    engine.open(Job(learner, learner.server()))
+    started = pl.MinWorkers(workers, policy)
+    coordinator = pl.Coordinator(started, learner.batch_size, pl.Journal(keep=False))
+    entries = drive({MAIN: coordinator}, engine)
+    while len(coordinator.ledger.workers) < workers:
+        next(entries)
+    gc.collect()  # of what earlier measurements left
+    ledger = coordinator.ledger
+    events, version, stop = 0, ledger.version, False
+    begin = time.perf_counter()
+    for _ in entries:
+        events += 1
+        if ledger.version != version:
+            version, stop = ledger.version, events >= least
+            if stop:
+                break
+    return (time.perf_counter() - begin) / events
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    load = OtherLoad()
+    repeats, least = (2, 20_000) if arguments.quick else (5, 60_000)
+    costs: dict[str, dict[int, list[float]]] = {
+        name: {n: [] for n in SIZES} for name in POLICIES
+    }
+    for _ in range(repeats):
+        for n in SIZES:
+            for name, policy in POLICIES.items():
+                costs[name][n].append(seconds_per_event(policy(n), n, max(least, n)))
+
+    figures, rows = {}, []
+    for name, by_size in costs.items():
+        best = {n: min(values) for n, values in by_size.items()}
+        growth = best[100_000] / best[1_000]
+        spread = max(max(values) / min(values) for values in by_size.values())
+        figures[name] = {
+            "events_per_second": {str(n): round(1 / cost) for n, cost in best.items()},
+            "growth": round(growth, 2),
+            "worst_to_best": round(spread, 2),
+            "ok": 1 / best[1_000] >= EVENTS_PER_SECOND and growth <= GROWTH,
+        }
+        rates = [f"{1 / cost:,.0f} ({cost * 1e6:.1f} µs)" for cost in best.values()]
+        rows.append([name, *rates, f"{growth:.2f}", f"{spread:.2f}"])
+    print("events per second, and the cost of one:")
+    table(["policy", *(f"{n:,} workers" for n in SIZES), "growth", "worst/best"], rows)
+    ok = all(figure["ok"] for figure in figures.values())
+    bounds = {"events_per_second_at_1000": EVENTS_PER_SECOND, "growth_to_100000": GROWTH}
+    about = machine("numpy") | {"others": load.cores()}
+    finish("simulator", figures, bounds, ok, about, arguments.quick)
+
+
+if __name__ == "__main__":
+    main()

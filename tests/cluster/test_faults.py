@@ -1,0 +1,200 @@
+"""Real faults on a real Ray: processes killed, paused and slowed while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
+from paceline.engines.ray.engine import WorkersLost
+from paceline.testing import Throttle
+from tests.conftest import cross_entropy, flat, make_learner
+
+pytestmark = pytest.mark.cluster
+
+
+def heavy_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Take some 50 ms of computing, so that a fault falls into the middle of a task."""
+    weight = torch.eye(300)
+    for _ in range(60):
+        weight = weight @ torch.eye(300)
+    return cross_entropy(model, batch) * weight[0, 0]
+
+
+def heavy_learner(**more: object) -> pl.TorchLearner:
+    plain = make_learner()
+    return pl.TorchLearner(
+        plain.model, heavy_loss, plain.optimizer, plain.dataset, plain.batch_size, **more
+    )  # type: ignore[arg-type]
+
+
+class At(pl.Callback):
+    """Does something right after a step, when the next tasks have just been handed out."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self._step, self._action = step, action
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if progress.step == self._step:
+            self._action()
+
+
+def lives(run: pl.Run) -> list[Joined | Left]:
+    return [e.event for e in run.journal if isinstance(e.event, Joined | Left)]
+
+
+@pytest.mark.parametrize("policy", [pl.sync(), pl.k_sync(3), pl.rennala(6), pl.ringmaster(4)])
+def test_a_worker_killed_in_mid_step_costs_no_step_and_no_sample(
+    ray_workers: pl.Ray, policy: pl.Gather
+) -> None:
+    def kill() -> None:
+        os.kill(ray_workers.pids()["w1"], signal.SIGKILL)
+
+    trainer = pl.Trainer(
+        heavy_learner(), policy, ray_workers, progress=False, callbacks=[At(5, kill)]
+    )
+    run = trainer.fit(steps=14)
+    assert run.steps == 14
+    assert Left("w1") in lives(run)
+    assert pl.replay(run.policy, run.journal) == run.journal
+    place = 0
+    for stretch in run.samples():  # every sample once: used, or listed with its fate
+        assert stretch.draw == place
+        place += stretch.samples
+        assert stretch.fate in {"used", "unfinished", "cancelled", "discarded"}
+    assert run.meter.lost == run.meter.redone == 1
+    steps = [c for e in run.journal for c in e.commands if isinstance(c, Step)]
+    used = [id for step in steps for id in step.weights]
+    assert len(used) == len(set(used))
+
+
+def test_under_sync_a_killed_worker_does_not_change_the_trajectory(ray_workers: pl.Ray) -> None:
+    def kill() -> None:
+        os.kill(ray_workers.pids()["w2"], signal.SIGKILL)
+
+    learner = heavy_learner()
+    killed = pl.Trainer(
+        learner, pl.sync(4), ray_workers, progress=False, callbacks=[At(3, kill)]
+    ).fit(steps=10)
+    whole = pl.Trainer(learner, pl.sync(4), pl.Simulator(4), progress=False).fit(steps=10)
+    assert Left("w2") in lives(killed)
+    assert torch.equal(flat(killed.model), flat(whole.model))
+
+
+def test_a_lost_worker_is_created_anew_and_takes_part(ray_workers: pl.Ray) -> None:
+    before = ray_workers.pids()
+
+    class UntilBack(pl.Callback):
+        def stepped(self, progress: pl.Progress) -> None:
+            if progress.step == 3:
+                os.kill(before["w0"], signal.SIGKILL)
+            elif ray_workers.pids().get("w0", before["w0"]) != before["w0"]:
+                self.since = getattr(self, "since", progress.step)
+                if progress.step >= self.since + 5:
+                    progress.stop("it is back")
+
+    run = pl.Trainer(
+        heavy_learner(), pl.sync(), ray_workers, progress=False, callbacks=[UntilBack()]
+    ).fit(seconds=90)
+    assert run.reason == "it is back"
+    at = max(i for i, e in enumerate(run.journal) if e.event == Joined("w0"))
+    after = list(run.journal)[at:]
+    mine = {
+        c.task.id
+        for e in after
+        for c in e.commands
+        if isinstance(c, Start) and c.task.worker == "w0"
+    }
+    used = {id for e in after for c in e.commands if isinstance(c, Step) for id in c.weights}
+    assert mine & used
+
+
+def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
+    with pl.Ray(workers=2, timeout=4, start_timeout=60, respawns=1) as engine:
+        paused: list[int] = []
+
+        def pause() -> None:
+            paused.append(engine.pids()["w1"])
+            os.kill(paused[0], signal.SIGSTOP)
+
+        run = pl.Trainer(
+            heavy_learner(), pl.sync(2), engine, progress=False, callbacks=[At(2, pause)]
+        ).fit(steps=8)
+        assert run.steps == 8 and Left("w1") in lives(run)
+        assert not is_alive(paused[0])  # it must not wake up later and go on
+        assert [s.fate for s in run.samples() if s.fate not in ("used", "unfinished")] == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_when_all_workers_are_lost_the_error_says_so() -> None:
+    with pl.Ray(workers=1, start_timeout=60, respawns=0) as engine:
+
+        def kill() -> None:
+            os.kill(engine.pids()["w0"], signal.SIGKILL)
+
+        trainer = pl.Trainer(
+            heavy_learner(), pl.sync(), engine, progress=False, callbacks=[At(2, kill)]
+        )
+        with pytest.raises(WorkersLost, match="all 1 workers are lost"):
+            trainer.fit(steps=8)
+
+
+def test_nobody_waits_for_a_slowed_worker_and_its_late_results_are_not_used(
+    ray_workers: pl.Ray,
+) -> None:
+    learner = heavy_learner()
+    warm = pl.Trainer(learner, pl.sync(), ray_workers, progress=False).fit(steps=2)
+    assert warm.steps == 2
+    with Throttle(ray_workers.pids()["w3"], share=0.05):
+        run = pl.Trainer(learner, pl.k_sync(3), ray_workers, progress=False).fit(steps=20)
+    starts = {c.task.id: c.task for e in run.journal for c in e.commands if isinstance(c, Start)}
+    cancelled = {c.task for e in run.journal for c in e.commands if isinstance(c, Cancel)}
+    steps = [c for e in run.journal for c in e.commands if isinstance(c, Step)]
+    assert all(len({starts[id].version for id in step.weights}) == 1 for step in steps)
+    assert not cancelled & {id for step in steps for id in step.weights}
+    of_slow = [id for id in cancelled if starts[id].worker == "w3"]
+    assert len(of_slow) > len(steps) / 2
+    assert not [e for e in run.journal if isinstance(e.event, Left)]
+
+
+def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
+    """Ray delivers at least once when calls are retried: hand every answer over three times."""
+    learner = make_learner()
+    trainer = pl.Trainer(learner, pl.asynchronous(), ray_workers, progress=False)
+    take = ray_workers._take
+
+    def thrice(call: object, future: object) -> None:
+        for _ in range(3):
+            take(call, future)  # type: ignore[arg-type]
+
+    ray_workers._take = thrice  # type: ignore[method-assign]
+    try:
+        run = trainer.fit(steps=20)
+    finally:
+        del ray_workers._take
+    finished = [e.event.task for e in run.journal if isinstance(e.event, Finished)]
+    assert len(finished) == len(set(finished))
+    assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]
+
+
+def test_results_do_not_pile_up_in_the_object_store(ray_workers: pl.Ray) -> None:
+    import ray
+
+    learner = make_learner(hidden=40_000, batch_size=8)  # results of about 4 MB
+    pl.Trainer(learner, pl.ringmaster(3), ray_workers, progress=False).fit(steps=60)
+    node = ray.available_resources().get("object_store_memory", 0.0)
+    total = ray.cluster_resources()["object_store_memory"]
+    assert total - node < 80e6, f"{(total - node) / 1e6:.0f} MB are still held"

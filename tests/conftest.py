@@ -1,0 +1,46 @@
+"""What several test folders share: a small real problem, and one real Ray for the whole run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token file in the tester's home
+
+
+def cross_entropy(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def make_learner(hidden: int = 16, batch_size: int = 64, **more: object) -> pl.TorchLearner:
+    """Make a small classifier on random but learnable data, the same every time."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(512, 20, generator=generator)
+    labels = (inputs @ torch.randn(20, 3, generator=generator)).argmax(dim=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    data = TensorDataset(inputs, labels)
+    return pl.TorchLearner(model, cross_entropy, optimizer, data, batch_size, **more)  # type: ignore[arg-type]
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Return all tensors of a model as one vector."""
+    return torch.cat([tensor.flatten().double() for tensor in model.state_dict().values()])
+
+
+@pytest.fixture(scope="session")
+def ray_workers() -> Iterator[pl.Ray]:
+    """Keep one cluster and its four worker processes for the whole test run."""
+    with pl.Ray(workers=4, timeout=60, respawns=20) as engine:
+        yield engine

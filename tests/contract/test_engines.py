@@ -1,0 +1,247 @@
+"""What every engine promises: the same suite on the simulator and on a real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.core.coordinator import Coordinator, run
+from paceline.core.protocol import (
+    MAIN,
+    Assign,
+    Cancel,
+    Command,
+    Event,
+    Finished,
+    Joined,
+    Policy,
+    SetTimer,
+    Start,
+    Stat,
+    Step,
+    Stepped,
+    Stop,
+    TimerFired,
+    View,
+)
+from paceline.engines.base import Job, TrainingEngine
+from tests.conftest import flat, make_learner
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "sync": pl.sync,
+    "k_sync": lambda: pl.k_sync(3),
+    "k_async": lambda: pl.k_async(2),
+    "asynchronous": lambda: pl.asynchronous(4),
+    "rennala": lambda: pl.rennala(6),
+    "ringmaster": lambda: pl.ringmaster(3),
+    "ringmaster without stops": lambda: pl.ringmaster(3, stops=False),
+}
+MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster without stops": 2}
+
+
+@pytest.fixture(params=["simulator", pytest.param("ray", marks=pytest.mark.cluster)])
+def engine(request: pytest.FixtureRequest) -> Iterator[TrainingEngine]:
+    if request.param == "simulator":
+        yield pl.Simulator(workers=4, delays=pl.Exponential(0.05))
+    else:
+        yield request.getfixturevalue("ray_workers")
+
+
+def fit(engine: TrainingEngine, policy: Policy, steps: int = 30) -> pl.Run:
+    return pl.Trainer(make_learner(), policy, engine, progress=False).fit(steps=steps)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_trains_and_replays(engine: TrainingEngine, name: str) -> None:
+    run = fit(engine, POLICIES[name]())
+    assert run.steps == 30 and run.reason == "30 steps taken"
+    assert run.metrics["loss"][-5:].mean() < 0.9 * run.metrics["loss"][:3].mean()
+    assert pl.replay(run.policy, run.journal) == run.journal
+    assert run.metrics["delay"].max() <= MAX_DELAY.get(name, 0)
+    assert np.all(np.diff(run.metrics["seconds"]) >= 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_sample_is_accounted_for(engine: TrainingEngine, name: str) -> None:
+    place = 0
+    for stretch in fit(engine, POLICIES[name]()).samples():
+        assert stretch.draw == place  # no gap, no overlap
+        place += stretch.samples
+    assert place >= 30 * 64
+
+
+def test_sync_gives_the_same_bits_on_every_engine(engine: TrainingEngine) -> None:
+    run = fit(engine, pl.sync())
+    reference = fit(pl.Simulator(workers=4, delays=pl.Pareto(1.0, 1.5)), pl.sync())
+    assert torch.equal(flat(run.model), flat(reference.model))
+
+
+def test_steps_are_numbered_and_follow_their_commands(engine: TrainingEngine) -> None:
+    entries = list(fit(engine, pl.asynchronous()).journal)
+    versions = [entry.event.version for entry in entries if isinstance(entry.event, Stepped)]
+    assert versions == list(range(1, len(versions) + 1))
+    assert len(versions) >= 29  # the report of the last one may come after the end
+
+
+def test_a_finished_task_was_started_and_is_reported_once(engine: TrainingEngine) -> None:
+    started: set[int] = set()
+    finished: list[int] = []
+    for entry in fit(engine, pl.k_sync(2)).journal:
+        if isinstance(entry.event, Finished):
+            assert entry.event.task in started
+            finished.append(entry.event.task)
+        started |= {c.task.id for c in entry.commands if isinstance(c, Start)}
+    assert len(finished) == len(set(finished))
+
+
+class Alarm:
+    """Sets timers out of order, moves one, clears one, and notes which it is told of."""
+
+    wants: frozenset[Stat] = frozenset()
+
+    def __init__(self) -> None:
+        self.set_at = 0.0
+        self.rang: list[tuple[str, float]] = []
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        if isinstance(event, Joined) and len(view.workers) == 4:
+            self.set_at = view.now
+            for name, after in (("late", 0.3), ("early", 0.1), ("moved", 0.05), ("never", 0.2)):
+                yield SetTimer(name, view.now + after)
+            yield SetTimer("moved", view.now + 0.2)
+            yield SetTimer("never", float("inf"))
+        elif isinstance(event, TimerFired):
+            self.rang.append((event.name, view.now))
+            if event.name == "late":
+                yield Stop("rang")
+
+
+def test_timers_fire_in_time_and_in_order(engine: TrainingEngine) -> None:
+    alarm = play(engine, Alarm()).policy
+    assert isinstance(alarm, Alarm)
+    assert [name for name, _ in alarm.rang] == ["early", "moved", "late"]
+    for (_, at), after in zip(alarm.rang, (0.1, 0.2, 0.3), strict=True):
+        assert at >= alarm.set_at + after
+
+
+class Fickle:
+    """Cancels each task of w0 as soon as another result is there, and gives it a new one."""
+
+    wants: frozenset[Stat] = frozenset()
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        if view.version >= 15:
+            yield Stop("done")
+            return
+        if isinstance(event, Finished):
+            yield Step({event.task: 1.0})
+            for task in [t for t in view.running.values() if t.worker == "w0"]:
+                yield Cancel(task.id)
+        for worker in list(view.idle):
+            yield Assign(worker, pl.Work(samples=8))
+
+
+def test_cancelled_work_never_comes_back(engine: TrainingEngine) -> None:
+    cancelled: set[int] = set()
+    for entry in play(engine, Fickle()).journal:
+        if isinstance(entry.event, Finished):
+            late = entry.event.task in cancelled
+            assert not late or not any(isinstance(c, Step) for c in entry.commands)
+        cancelled |= {c.task for c in entry.commands if isinstance(c, Cancel)}
+    assert cancelled
+
+
+def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) -> None:
+    class Queue:
+        wants: frozenset[Stat] = frozenset()
+
+        def react(self, view: View, event: Event) -> Iterator[Command]:
+            if isinstance(event, Joined) and event.worker == "w1":
+                for _ in range(5):
+                    yield Assign("w1", pl.Work(samples=8))
+            if len(view.held) == 5:
+                yield Stop("all five")
+
+    entries = play(engine, Queue()).journal
+    assert [e.event.task for e in entries if isinstance(e.event, Finished)] == [0, 1, 2, 3, 4]
+
+
+def test_wanted_statistics_are_attached(engine: TrainingEngine) -> None:
+    class Curious:
+        wants: frozenset[Stat] = frozenset({"norm", "dot", "loss"})
+
+        def __init__(self) -> None:
+            self.inner = pl.sync()
+
+        def react(self, view: View, event: Event) -> Iterator[Command]:
+            yield from self.inner.react(view, event)
+
+    run = fit(engine, Curious(), steps=4)
+    stats = [entry.event.stats for entry in run.journal if isinstance(entry.event, Stepped)]
+    assert all(set(stat) == {"norm", "dot", "loss"} for stat in stats)
+    assert stats[0]["dot"] == 0.0 and stats[1]["dot"] != 0.0
+    assert all(stat["norm"] > 0 for stat in stats)
+
+
+def test_the_users_exception_reaches_the_user(engine: TrainingEngine) -> None:
+    def broken(model: nn.Module, batch: object) -> torch.Tensor:
+        raise ZeroDivisionError("my own mistake")
+
+    learner = make_learner()
+    broken_learner = pl.TorchLearner(
+        learner.model, broken, learner.optimizer, learner.dataset, learner.batch_size
+    )
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        pl.Trainer(broken_learner, pl.sync(), engine, progress=False).fit(steps=3)
+
+
+def test_resumed_sync_is_bit_for_bit_the_same(engine: TrainingEngine, tmp_path: object) -> None:
+    whole = fit(engine, pl.sync(), steps=20)
+    saves = pl.Checkpoints(str(tmp_path), every=7, keep=5)
+    trainer = pl.Trainer(make_learner(), pl.sync(), engine, progress=False, checkpoints=saves)
+    trainer.fit(steps=12)
+    for path in (f"{tmp_path}/step-00000007", str(tmp_path)):
+        again = pl.Trainer(make_learner(), pl.sync(), engine, progress=False).resume(path)
+        run = again.fit(steps=20)
+        assert torch.equal(flat(run.model), flat(whole.model))
+        assert pl.replay(run.policy, run.journal) == run.journal
+
+
+def test_batch_norm_and_dropout_are_the_same_on_every_engine(engine: TrainingEngine) -> None:
+    def learner() -> pl.TorchLearner:
+        plain = make_learner()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = nn.Sequential(
+                nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+            )
+        return pl.TorchLearner(model, plain.loss, plain.optimizer, plain.dataset, 64)
+
+    one = pl.Trainer(learner(), pl.sync(), engine, progress=False).fit(steps=10)
+    two = pl.Trainer(learner(), pl.sync(), pl.Simulator(4), progress=False).fit(steps=10)
+    assert torch.equal(flat(one.model), flat(two.model))
+    assert one.model[1].num_batches_tracked == 10
+
+
+def test_diloco_trains(engine: TrainingEngine) -> None:
+    learner = make_learner(outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))
+    run = pl.Trainer(learner, pl.local_sgd(steps=5), engine, progress=False).fit(steps=12)
+    assert run.metrics["loss"][-1] < 0.5 * run.metrics["loss"][0]
+    assert run.metrics["samples"][0] == 5 * 64
+
+
+def play(engine: TrainingEngine, policy: Policy) -> Coordinator:
+    """Drive a policy that stops by itself."""
+    learner = make_learner()
+    coordinator = Coordinator(policy, learner.batch_size)
+    engine.open(Job(learner, learner.server()))
+    try:
+        run({MAIN: coordinator}, engine)
+    finally:
+        engine.close()
+    return coordinator

@@ -1,0 +1,169 @@
+"""The journal: in memory and in files, whole and torn."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.journal import Entry, Header, Journal, dump_entry, parse_entry
+from paceline.core.protocol import (
+    Finished,
+    Interrupted,
+    Joined,
+    SetTimer,
+    Start,
+    Step,
+    Stop,
+    Task,
+    Work,
+)
+from paceline.policies.named import k_sync
+
+TASK = Task(0, "w0", Work(samples=4), 0, 0.0, 4, 0)
+ENTRIES = [
+    Entry(0.0, Joined("w0"), (Start(TASK), SetTimer("t", 1.5))),
+    Entry(1.25, Finished(0, 4, 1.25, {"loss": inf}), (Step({0: 1.0}),)),
+    Entry(2.0, Joined("w1"), ()),
+    Entry(2.0, Interrupted("é"), (Stop("é"),)),
+]
+
+
+def fill(journal: Journal) -> Journal:
+    for entry in ENTRIES:
+        journal.append(entry)
+    return journal
+
+
+def test_in_memory() -> None:
+    journal = fill(Journal())
+    assert len(journal) == 4
+    assert list(journal) == ENTRIES
+    assert list(journal) == ENTRIES  # more than once
+
+
+def test_an_entry_is_a_line() -> None:
+    line = dump_entry(ENTRIES[2])
+    assert line == '{"now":2.0,"event":{"type":"Joined","worker":"w1"}}'
+    for entry in ENTRIES:
+        assert "\n" not in dump_entry(entry)
+        assert parse_entry(dump_entry(entry)) == entry
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    header = Header("Gather(k=2)", 16, {"seed": 3}, {"policy": {}, "ledger": {"a": [1, None]}})
+    journal = fill(Journal(header))
+    journal.save(tmp_path / "deep" / "run.jsonl")
+    back = Journal.load(tmp_path / "deep" / "run.jsonl")
+    assert back == journal
+    assert list(back) == ENTRIES
+    assert back.header == header
+
+
+def test_the_header_is_the_first_line(tmp_path: Path) -> None:
+    fill(Journal(Header("sync", 8), tmp_path / "run.jsonl")).close()
+    first, *rest = (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(first) == {
+        "format": 1,
+        "policy": "sync",
+        "batch": 8,
+        "about": None,
+        "state": None,
+    }
+    assert rest == [dump_entry(entry) for entry in ENTRIES]
+
+
+def test_in_a_file_it_lives_on_disk_alone(tmp_path: Path) -> None:
+    journal = fill(Journal(path=tmp_path / "run.jsonl"))
+    assert len(journal) == 4
+    assert list(journal) == ENTRIES  # while it is still being written
+    assert not journal._entries
+    (tmp_path / "run.jsonl").write_text('{"format": 1}\n' + dump_entry(ENTRIES[2]) + "\n")
+    assert list(journal) == [ENTRIES[2]]
+    journal.close()
+
+
+def test_it_can_be_read_after_closing(tmp_path: Path) -> None:
+    journal = fill(Journal(path=tmp_path / "run.jsonl"))
+    journal.close()
+    journal.close()
+    assert list(journal) == ENTRIES
+    assert journal == fill(Journal())
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    fill(Journal(path=path)).close()
+    whole = path.read_bytes()
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (ends[-1], ends[-2] + 1, ends[-2] + 5):  # in and before the last line
+        path.write_bytes(whole[:cut])
+        assert list(Journal.load(path)) == ENTRIES[:3]
+    path.write_bytes(whole[: ends[0] + 1])
+    assert len(Journal.load(path)) == 0
+
+
+def test_it_may_forget(tmp_path: Path) -> None:
+    journal = fill(Journal(keep=False))
+    assert len(journal) == 4
+    assert list(journal) == []
+    written = fill(Journal(path=tmp_path / "run.jsonl", keep=False))
+    assert list(written) == ENTRIES  # what is in a file is not in memory anyway
+    written.close()
+
+
+@pytest.mark.parametrize(
+    "first", ['{"format": 2, "policy": ""}', '{"policy": "sync"}', "[]", '"format"', "1"]
+)
+def test_another_format_is_refused(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(first + "\n")
+    with pytest.raises(ValueError, match=r"other.jsonl is not a journal of format 1"):
+        Journal.load(path)
+
+
+def test_a_forged_entry_builds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"format": 1}\n{"now":0.0,"event":{"type":"os.system","command":"true"}}\n')
+    with pytest.raises(ValueError, match=r"unknown type 'os.system'"):
+        Journal.load(path)
+
+
+def test_equality() -> None:
+    journal = fill(Journal(Header("one")))
+    assert journal == fill(Journal(Header("another")))  # entries count, not where they come from
+    shorter = Journal()
+    for entry in ENTRIES[:3]:
+        shorter.append(entry)
+    assert journal != shorter
+    shorter.append(Entry(2.0, Interrupted("é"), ()))
+    assert journal != shorter
+    assert journal != ENTRIES
+
+
+def test_saving_onto_itself_loses_nothing(tmp_path: Path) -> None:
+    journal = fill(Journal(path=tmp_path / "run.jsonl"))
+    journal.save(tmp_path / "." / "run.jsonl")
+    assert list(journal) == ENTRIES
+    journal.close()
+    journal.save(tmp_path / "run.jsonl")
+    assert list(journal) == ENTRIES
+    assert Journal.load(tmp_path / "run.jsonl") == journal
+
+
+def test_the_state_of_a_coordinator_goes_into_the_header(tmp_path: Path) -> None:
+    first = Coordinator(k_sync(1), 8)
+    first.handle(0.0, Joined("w0"))
+    first.handle(1.0, Joined("w1"))
+    header = Header("Gather(k=1)", 8, None, first.state())
+    Journal(header, tmp_path / "run.jsonl").close()
+    second = Coordinator(k_sync(1), 8)
+    state = Journal.load(tmp_path / "run.jsonl").header.state
+    assert state is not None
+    second.load(state)
+    finished = Finished(1, 8)
+    assert second.handle(2.0, finished) == first.handle(2.0, finished)
+    assert second.state() == first.state()

@@ -1,0 +1,168 @@
+"""One vector for a module: views of it, buffers in it, and what is kept out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline.learners.flat import FlatModule, as_tensor
+
+
+class Odd(nn.Module):
+    """Tied and frozen weights, a scalar, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(3, 3, bias=False)
+        self.decode = nn.Linear(3, 3, bias=False)
+        self.decode.weight = self.encode.weight
+        self.frozen = nn.Parameter(torch.full((2,), 7.0), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.tensor([5, 6]))
+        self.register_buffer("scratch", torch.ones(4), persistent=False)
+        self.register_buffer("same", self.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.decode(self.encode(x)) * self.scale)
+
+
+def test_parameters_and_gradients_are_views() -> None:
+    flat = FlatModule(Odd())
+    for buffer, tensors in (
+        (flat.values, [p.data for p in flat.parameters]),
+        (flat.grads, [p.grad for p in flat.parameters]),
+    ):
+        start = 0
+        for tensor in tensors:
+            assert tensor is not None
+            assert tensor.data_ptr() == buffer[start:].data_ptr()
+            start += tensor.numel()
+    flat.values[:9] = torch.arange(9.0)
+    assert flat.module.encode.weight.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    flat.module(torch.randn(4, 3)).square().sum().backward()
+    assert flat.grads[: flat.trainable].abs().sum() > 0
+    assert flat.module.scale.grad is not None
+    assert flat.module.scale.grad == flat.grads[9]
+
+
+def test_an_optimizer_moves_the_values() -> None:
+    flat = FlatModule(nn.Linear(2, 1))
+    before = flat.values.clone()
+    flat.grads.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    torch.optim.SGD(flat.parameters, lr=0.5).step()
+    assert torch.equal(flat.values, before - torch.tensor([0.5, 1.0, 1.5]))
+
+
+def test_the_values_are_those_of_the_module() -> None:
+    module = Odd()
+    weight = module.encode.weight.detach().clone()
+    flat = FlatModule(module)
+    expected = [
+        *weight.reshape(-1).tolist(),  # tied: once
+        2.0,  # scale
+        *([1.0] * 3 + [0.0] * 3),  # norm: weight, bias
+        *(5.0, 6.0),  # count: once, though under two names
+        *([0.0] * 3 + [1.0] * 3 + [0.0]),  # norm: mean, variance, batches
+    ]
+    assert flat.values.tolist() == expected
+    assert flat.trainable == 16
+    assert len(flat.parameters) == 4
+
+
+def test_tied_weights_stay_tied() -> None:
+    flat = FlatModule(Odd())
+    assert flat.module.decode.weight is flat.module.encode.weight
+    flat.values[0] = 99.0
+    assert flat.module.decode.weight[0, 0] == 99.0
+    x = torch.ones(2, 3)
+    flat.module.decode(flat.module.encode(x)).sum().backward()
+    assert flat.grads[0] != 0
+
+
+def test_frozen_parameters_stay_out() -> None:
+    flat = FlatModule(Odd())
+    flat.values.fill_(1.0)
+    assert flat.module.frozen.tolist() == [7.0, 7.0]
+    assert flat.module.frozen.grad is None
+
+
+def test_buffers_travel_and_integers_are_rounded() -> None:
+    flat = FlatModule(Odd())
+    vector = flat.values.numpy().copy()
+    vector[16:18] = 4.6, -1.4
+    vector[18] = 0.25
+    vector[24] = 2.5001
+    flat.load(vector)
+    assert flat.module.count.tolist() == [5, -1]
+    assert flat.module.count.dtype == torch.int64
+    assert flat.module.norm.running_mean.tolist() == [0.25, 0.0, 0.0]
+    assert flat.module.norm.num_batches_tracked == 3
+    assert flat.values[16:18].tolist() == [pytest.approx(4.6), pytest.approx(-1.4)]
+
+
+def test_the_change_of_buffers_goes_where_gradients_go() -> None:
+    flat = FlatModule(Odd())
+    flat.values[16] = 4.75  # a mean of several workers' counts
+    flat.push_buffers()
+    flat.module.count[1] += 3
+    flat.module.norm.running_var[2] = 0.5
+    flat.buffer_change()
+    change = flat.grads[flat.trainable :].tolist()
+    assert change == [0.25, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0]
+
+
+def test_non_persistent_buffers_stay_out() -> None:
+    flat = FlatModule(Odd())
+    assert flat.values.numel() == 16 + 9
+    flat.values.fill_(3.0)
+    flat.push_buffers()
+    assert flat.module.scratch.tolist() == [1.0] * 4
+
+
+def test_pull_takes_what_was_put_into_the_module() -> None:
+    flat = FlatModule(nn.BatchNorm1d(1))
+    with torch.no_grad():
+        flat.module.running_mean.fill_(3.0)
+        flat.module.weight.fill_(4.0)
+    flat.pull()
+    assert flat.values.tolist() == [4.0, 0.0, 3.0, 1.0, 0.0]
+
+
+def test_values_in_another_memory_order_are_told_by_their_place() -> None:
+    module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    weight = module.weight.detach().clone().contiguous()
+    flat = FlatModule(module)
+    assert torch.equal(flat.values[:24], weight.reshape(-1))
+    assert torch.equal(flat.module.weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_refused(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
+    with pytest.raises(ValueError) as refusal:
+        FlatModule(module)
+    assert str(refusal.value) == (
+        f"parameter 1.weight is {dtype}; results travel as float32, so keep "
+        "parameters in torch.float32 (model.float()) and use autocast in the loss"
+    )
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter with requires_grad=True to train"):
+        FlatModule(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_vector_of_another_size_is_refused() -> None:
+    flat = FlatModule(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=r"a model of 3 values got \(4,\)"):
+        flat.load(np.zeros(4, dtype=np.float32))
+
+
+def test_read_only_arrays_are_taken_without_a_warning() -> None:
+    array = np.arange(3, dtype=np.float32)
+    assert as_tensor(array).data_ptr() == array.ctypes.data
+    array.flags.writeable = False
+    assert as_tensor(array).tolist() == [0.0, 1.0, 2.0]  # warnings are errors here

@@ -1,0 +1,357 @@
+"""The rule of `Gather`, event by event: shares, quotas, who is given what, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+import paceline as pl
+from paceline.core.journal import Entry
+from paceline.core.protocol import (
+    Assign,
+    Cancel,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Start,
+    Stat,
+    Step,
+    Stepped,
+    Task,
+    View,
+    Work,
+    WorkerId,
+)
+from paceline.testing import Done, transcript
+
+
+def start(
+    id: int, worker: str, draw: int, samples: int, version: int = 0, since: float = 0.0, **more: int
+) -> Start:
+    return Start(Task(id, worker, Work(samples=samples), version, since, samples, draw, **more))
+
+
+def joined(*workers: str) -> list[tuple[float, Event | Done]]:
+    return [(0.0, Joined(worker)) for worker in workers]
+
+
+def answers(entries: list[Entry]) -> list[tuple[Command, ...]]:
+    return [entry.commands for entry in entries]
+
+
+def steps(entries: Iterable[Entry]) -> list[Step]:
+    return [c for entry in entries for c in entry.commands if isinstance(c, Step)]
+
+
+def tasks(entries: Iterable[Entry]) -> dict[int, Task]:
+    found = (c.task for entry in entries for c in entry.commands if isinstance(c, Start))
+    return {task.id: task for task in found}
+
+
+# --- shares of the batch -------------------------------------------------------------------------
+
+
+def test_the_shares_of_a_round_add_up_to_the_batch() -> None:
+    """11 samples for 3: 4 + 4 + 3, in every round, from consecutive places of the stream."""
+    script = [*joined("w0", "w1", "w2"), (1.0, Done("w2")), (2.0, Done("w0")), (3.0, Done("w1"))]
+    assert answers(transcript(pl.MinWorkers(3, pl.sync()), script, batch=11)) == [
+        (),
+        (),
+        (start(0, "w0", 0, 4), start(1, "w1", 4, 4), start(2, "w2", 8, 3)),
+        (),
+        (),
+        (
+            Step({0: 4 / 11, 1: 4 / 11, 2: 3 / 11}),  # in the order of the data
+            start(3, "w0", 11, 4, version=1, since=3.0),
+            start(4, "w1", 15, 4, version=1, since=3.0),
+            start(5, "w2", 19, 3, version=1, since=3.0),
+        ),
+        (),
+    ]
+
+
+@pytest.mark.parametrize("batch", [5, 6, 7, 8, 9, 64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_sync_step_uses_the_batch_exactly(workers: int, batch: int) -> None:
+    run = pl.Trainer(
+        pl.Timing(batch_size=batch), pl.sync(), pl.Simulator(workers), progress=False
+    ).fit(steps=6)
+    assert run.metrics["samples"].tolist() == [batch] * 6
+    assert run.metrics["results"].tolist() == [workers] * 6
+
+
+def test_work_that_says_its_samples_is_not_shared() -> None:
+    entries = transcript(pl.Gather(2, work=Work(samples=5)), joined("w0", "w1"), batch=8)
+    assert [task.samples for task in tasks(entries).values()] == [5, 5]
+
+
+def test_work_may_depend_on_the_worker() -> None:
+    def work(view: View, worker: WorkerId) -> Work:
+        return Work(samples=10 + int(worker[1:]) + view.version)
+
+    policy = pl.Gather(2, work=work)
+    script = [*joined("w0", "w1"), (1.0, Done("w0")), (1.0, Done("w1"))]
+    entries = transcript(policy, script, batch=8)
+    assert [task.samples for task in tasks(entries).values()] == [10, 11, 11, 12]
+
+
+# --- who waits, who goes on ----------------------------------------------------------------------
+
+
+def test_a_joiner_in_mid_round_waits_for_the_next_under_sync() -> None:
+    script = [
+        *joined("w0", "w1"),
+        (1.0, Joined("w2")),
+        (2.0, Done("w0")),
+        (3.0, Done("w1")),
+    ]
+    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=6)
+    assert answers(entries)[2:4] == [(), ()]
+    assert entries[4].commands == (
+        Step({0: 0.5, 1: 0.5}),
+        start(2, "w2", 6, 2, version=1, since=3.0),
+        start(3, "w0", 8, 2, version=1, since=3.0),
+        start(4, "w1", 10, 2, version=1, since=3.0),
+    )
+
+
+def test_a_joiner_in_mid_round_works_at_once_with_a_fixed_k() -> None:
+    script = [*joined("w0", "w1"), (1.0, Joined("w2"))]
+    entries = transcript(pl.k_sync(2), script, batch=6)
+    assert entries[2].commands == (start(2, "w2", 6, 3, since=1.0),)
+
+
+def test_a_share_lost_in_mid_round_is_done_by_one_who_waits() -> None:
+    script = [
+        *joined("w0", "w1", "w2"),
+        (1.0, Left("w0")),
+        (2.0, Done("w1")),
+        (3.0, Done("w2")),
+        (4.0, Done("w1")),
+    ]
+    assert answers(transcript(pl.MinWorkers(3, pl.sync()), script, batch=7))[3:] == [
+        (),  # everyone is busy
+        (start(3, "w1", 0, 3, since=2.0, attempt=2),),
+        (),
+        (
+            Step({3: 3 / 7, 1: 2 / 7, 2: 2 / 7}),
+            start(4, "w1", 7, 4, version=1, since=4.0),
+            start(5, "w2", 11, 3, version=1, since=4.0),
+        ),
+        (),
+    ]
+
+
+def test_one_who_returns_in_mid_round_takes_up_what_was_lost() -> None:
+    script = [*joined("w0", "w1"), (1.0, Left("w0")), (1.5, Joined("w0"))]
+    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    assert entries[-1].commands == (start(2, "w0", 0, 4, since=1.5, attempt=2),)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pl.k_sync(1), pl.k_async(1), pl.asynchronous(), pl.rennala(1), pl.ringmaster(9)],
+    ids=str,
+)
+def test_what_was_lost_comes_before_anything_new(policy: pl.Gather) -> None:
+    script = [*joined("w0", "w1"), (1.0, Left("w0")), (2.0, Done("w1"))]
+    step, again, *rest = transcript(policy, script, batch=8)[3].commands
+    assert step == Step({1: 1.0})
+    assert again == start(2, "w1", 0, 8, version=1, since=2.0, attempt=2)
+    assert not rest
+
+
+def test_everyone_gone_and_back_nothing_is_lost() -> None:
+    """One worker does all three shares in turn, on the samples they were drawn for."""
+    script = [
+        *joined("w0", "w1", "w2"),
+        *((1.0, Left(worker)) for worker in ("w0", "w1", "w2")),
+        (2.0, Joined("w0")),
+        (2.5, Done("w0")),  # the task it had before it left, too late
+        *((3.0 + i, Done("w0")) for i in range(3)),
+    ]
+    entries = transcript(pl.MinWorkers(3, pl.sync()), script, batch=9)
+    assert entries[7].commands == (Discard(0),)
+    (step,) = steps(entries)
+    redone = tasks(entries)
+    assert [redone[id].draw for id in step.weights] == [0, 3, 6]
+    assert all(redone[id].attempt == 2 for id in step.weights)
+    assert redone[max(redone)].samples == 9  # the next round has one worker
+
+
+def test_an_empty_result_is_discarded_and_its_place_filled() -> None:
+    script = [*joined("w0", "w1"), (1.0, Done("w0", samples=0)), (2.0, Done("w1"))]
+    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    assert entries[2].commands == (Discard(0), start(2, "w0", 8, 4, since=1.0))
+    assert entries[3].commands == ()
+
+
+def test_a_step_retires_held_results_that_have_grown_too_old() -> None:
+    policy = pl.Gather(2, max_delay=1, preempt=False)
+    script = [
+        *joined("w0", "w1", "w2", "w3"),  # tasks 0 to 3 at version 0
+        *((1.0, Done("w0")), (1.0, Done("w1"))),  # step 1, tasks 4 and 5
+        *((2.0, Done("w0")), (2.0, Done("w1"))),  # step 2, tasks 6 and 7
+        (3.0, Done("w2")),  # delay 2: of no use
+        (4.0, Done("w0")),
+        (5.0, Done("w1")),
+    ]
+    entries = transcript(policy, script, batch=2)
+    late = next(entry for entry in entries if entry.now == 3.0)
+    assert late.commands == (Discard(2), start(8, "w2", 8, 1, version=2, since=3.0))
+    assert [list(step.weights) for step in steps(entries)] == [[0, 1], [4, 5], [6, 7]]
+    assert not any(isinstance(c, Cancel) for entry in entries for c in entry.commands)
+
+
+# --- choosing k and workers ----------------------------------------------------------------------
+
+
+@dataclass
+class Growing:
+    """Asks for one result more at each version."""
+
+    wants: frozenset[Stat] = frozenset({"norm"})
+    learned: list[str] = field(default_factory=list)
+
+    def choose(self, view: View) -> int:
+        return view.version + 1
+
+    def learn(self, view: View, event: Event) -> None:
+        self.learned.append(type(event).__name__)
+
+
+def test_a_chooser_is_asked_once_per_version_and_sees_every_event() -> None:
+    policy = pl.Gather(Growing())
+    assert policy.wants == {"norm"}
+    script = [*joined("w0", "w1"), (1.0, Done("w0")), (2.0, Done("w1")), (3.0, Done("w0"))]
+    coordinator = pl.Coordinator(policy, 8)
+    entries = transcript(policy, script, batch=8)
+    assert [list(step.weights) for step in steps(entries)] == [[0]]
+    assert entries[2].commands[1] == Cancel(1)  # w1's, of version 0
+    for entry in entries:
+        coordinator.handle(entry.now, entry.event)
+    assert isinstance(coordinator.policy, pl.Gather)
+    assert isinstance(coordinator.policy.k, Growing)
+    assert coordinator.policy.k.learned[:4] == ["Joined", "Joined", "Finished", "Stepped"]
+    samples = [task.samples for task in tasks(entries).values()]
+    assert samples == [8, 8, 4, 4]  # halves, as two results are awaited
+
+
+@dataclass
+class Odd:
+    """Gives tasks to workers with odd numbers."""
+
+    wants: frozenset[Stat] = frozenset({"dot"})
+    asked: list[int] = field(default_factory=list)
+
+    def choose(
+        self, view: View, candidates: Collection[WorkerId], wanted: int
+    ) -> Iterable[WorkerId]:
+        self.asked.append(wanted)
+        return (worker for worker in candidates if int(worker[1:]) % 2)
+
+    def learn(self, view: View, event: Event) -> None:
+        pass
+
+
+def test_a_selector_says_who_gets_a_task() -> None:
+    policy = pl.Gather(1, select=Odd(), refill=True)
+    assert policy.wants == {"dot"}
+    entries = transcript(policy, joined("w0", "w1", "w2", "w3"), batch=2)
+    assert [task.worker for task in tasks(entries).values()] == ["w1", "w3"]
+
+
+def test_a_selector_hears_how_many_results_are_missing() -> None:
+    selector = Odd()
+    policy = pl.Gather(2, select=selector, refill=True)
+    coordinator = pl.Coordinator(policy, 2)
+    for worker in ("w0", "w1", "w3"):
+        coordinator.handle(0.0, Joined(worker))
+    assert isinstance(coordinator.policy, pl.Gather)
+    assert isinstance(coordinator.policy.select, Odd)
+    assert coordinator.policy.select.asked == [2, 2, 1]
+    assert selector.asked == []
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_follow_the_samples() -> None:
+    script = [*joined("w0", "w1"), (1.0, Done("w1", samples=1)), (2.0, Done("w0", samples=3))]
+    (step,) = steps(transcript(pl.Gather(2, work=Work(samples=4)), script))
+    assert step == Step({0: 0.75, 1: 0.25})
+    assert list(step.weights) == [0, 1]  # summed in the order of the data, not of arrival
+
+
+def test_faded_divides_by_one_more_than_the_delay() -> None:
+    script = [
+        *joined("w0", "w1"),
+        *((float(at), Done("w0")) for at in (1, 2, 3)),
+        (4.0, Done("w1")),
+        (5.0, Done("w0")),
+    ]
+    entries = transcript(pl.asynchronous(), script, batch=4)
+    weights = [list(step.weights.values()) for step in steps(entries)]
+    assert weights == [[1.0], [1.0], [1.0], [1 / 4], [1 / 2]]
+    undamped = transcript(pl.asynchronous(damping=False), script, batch=4)
+    assert {w for step in steps(undamped) for w in step.weights.values()} == {1.0}
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^k=0: a step needs at least one result; use k >= 1$"):
+        pl.Gather(0)
+    with pytest.raises(ValueError, match=r"^max_delay=-1: a delay counts versions; use >= 0$"):
+        pl.Gather(1, max_delay=-1)
+
+
+def refusal(policy: pl.Gather, workers: int, batch: int) -> str:
+    with pytest.raises(ValueError) as refused:
+        pl.Trainer(pl.Timing(batch), policy, pl.Simulator(workers), progress=False)
+    return str(refused.value)
+
+
+def test_more_results_than_workers_are_refused() -> None:
+    assert refusal(pl.k_sync(12), 8, 64) == (
+        "k=12 exceeds the 8 workers of this engine; use k <= 8, "
+        "or refill=True (rennala) to let quick workers deliver several results"
+    )
+    pl.k_sync(8).check(8, 64)
+    pl.rennala(12).check(8, 64)
+
+
+@pytest.mark.parametrize("policy", [pl.sync(), pl.sync(8), pl.k_async(8), pl.rennala(8)], ids=str)
+def test_a_batch_smaller_than_its_shares_is_refused(policy: pl.Gather) -> None:
+    told = "batch_size=7 cannot be shared among k=8 results; use batch_size >= 8"
+    assert refusal(policy, 8, 7) == told
+    policy.check(8, 8)
+
+
+def test_work_with_its_own_samples_needs_no_batch_to_share() -> None:
+    pl.Gather(8, work=Work(samples=1)).check(8, 1)
+    pl.Gather(8, work=lambda view, worker: Work(samples=1)).check(8, 1)
+
+
+def test_redo_is_a_command_of_the_protocol() -> None:
+    """What the transcripts above show as started tasks, the policy asks for by the task's id."""
+    policy = pl.k_sync(1)
+    coordinator = pl.Coordinator(policy, 4)
+    coordinator.handle(0.0, Joined("w0"))
+    coordinator.ledger.record(1.0, Left("w0"))
+    coordinator.ledger.record(1.0, Joined("w1"))
+    given = next(coordinator.policy.react(coordinator.ledger, Joined("w1")))
+    assert given == Assign("w1", redo=0)
+
+
+def test_a_stepped_event_alone_changes_nothing() -> None:
+    entries = transcript(pl.k_sync(1), [*joined("w0"), (1.0, Done("w0"))], batch=4)
+    assert entries[-1].event == Stepped(1)
+    assert entries[-1].commands == ()
+    assert isinstance(entries[-2].event, Finished)
