@@ -130,7 +130,8 @@ def _complete(path: Path) -> list[Path]:
 
 
 def _contiguous(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # Not ascontiguousarray, which makes a vector of a scalar (Adam's step, BatchNorm's count).
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -125,21 +127,23 @@ class Trainer:
             self._seed,
             coordinator.ledger.now,
             coordinator.ledger.version,
+            self._min_workers,
         )
         for callback in self._callbacks:
             callback.started()
-        self._engine.open(job, self._snapshot.engine if self._snapshot else None)
+        reason = "failed"
         try:
+            self._engine.open(job, self._snapshot.engine if self._snapshot else None)
             self._drive(coordinator, meter, until)
+            reason = coordinator.ledger.stopped or reason
             self._snapshot = self._take(coordinator)
             if self._checkpoints is not None:
                 self._save(self._checkpoints, self._snapshot)
         finally:
             self._engine.close()
             coordinator.journal.close()
-        reason = coordinator.ledger.stopped or "unknown"
-        for callback in self._callbacks:
-            callback.ended(reason)
+            for callback in self._callbacks:
+                callback.ended(reason)
         model = self._server.model()
         return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason)
 
@@ -192,7 +196,7 @@ class Trainer:
             if snapshot.engine is None:
                 coordinator.ledger.abandon()
             state = coordinator.state()
-        about = {**self._about(), "engine": repr(self._engine), "python": platform.python_version()}
+        about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
         path = self._journal_path
         if path is not None and snapshot is not None:  # the first journal stays
             path = Path(path).with_stem(f"{Path(path).stem}-{snapshot.step}")
@@ -209,6 +213,9 @@ class Trainer:
             now = max(self._engine.now(), coordinator.ledger.now)
             meter.observe(coordinator.handle(now, Interrupted(reason)))
 
+        assert isinstance(coordinator.policy, Until)
+        if (reached := coordinator.policy.reached(coordinator.ledger)) is not None:
+            stop(reached)  # before an event is taken from the engine, which would be lost
         examples = self._learner.examples
         try:
             for _, entry in drive({MAIN: coordinator}, self._engine):
@@ -257,5 +264,13 @@ class Trainer:
             **self._learner.about(),
             "seed": self._seed,
             "policy": describe(self._policy),
-            "workers": self._engine.size,
         }
+
+
+def _versions() -> dict[str, str]:
+    """Name what a run was made with."""
+    found = {"python": platform.python_version()}
+    for package in ("paceline", "torch", "ray", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"learners", "report"},
     "checkpoint": {"core", "learners"},
     "trainer": {"core", "policies", "learners", "engines", "report", "callbacks", "checkpoint"},
-    "testing": {"core", "policies", "engines"},
+    "testing": {"core", "callbacks"},
 }
 # Which packages beyond the standard library each layer may import.
 PACKAGES: dict[str, set[str]] = {

@@ -193,6 +193,8 @@ class Ledger:
             raise self._error(command, "it uses no result")
         if unknown := [id for id in command.weights if id not in self.held]:
             raise self._error(command, f"results not held: {unknown}")
+        if empty := [id for id in command.weights if not self.held[id].samples]:
+            raise self._error(command, f"results of no sample: {empty}; discard them")
         if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
             raise self._error(command, f"no copy of {unknown_peers}")
         if not all(map(isfinite, command.weights.values())):

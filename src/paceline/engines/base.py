@@ -19,6 +19,7 @@ class Job:
     seed: int = 0
     began: float = 0.0  # the time already spent when a run is resumed
     steps: int = 0  # the version already reached
+    min_workers: int = 1  # how many must be up before the clock starts
 
 
 class TrainingEngine(Engine, Protocol):

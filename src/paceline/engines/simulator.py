@@ -106,6 +106,7 @@ class Simulator:
         self._delays, self._link = delays, link
         self._unit, self._update = unit, update
         self._schedule, self._interrupt = tuple(schedule), interrupt
+        self._queue: list[tuple[float, int, Event | Task]] = []  # closed even if opening failed
 
     def __repr__(self) -> str:
         return f"Simulator(workers={self.size}, delays={self._delays!r}, link={self._link!r})"
@@ -120,7 +121,7 @@ class Simulator:
         self._now = self._ready = job.began
         self._order = 0
         self._version = job.steps
-        self._queue: list[tuple[float, int, Event | Task]] = []
+        self._queue = []
         self._tasks: dict[TaskId, Task] = {}
         self._models: dict[int, Array] = {}
         self._users: dict[int, int] = {}  # of each model kept
@@ -299,6 +300,11 @@ class Simulator:
 
     def _load(self, saved: Saved) -> None:
         data = decode(saved.data)
+        if set(data["workers"]) != set(self._workers):
+            raise ValueError(
+                f"the saved run had {len(data['workers'])} workers and this simulator has "
+                f"{self.size}; make it alike"
+            )
         self._now, self._ready = data["now"], data["ready"]
         self._order, self._version = data["order"], data["version"]
         self._rng.bit_generator.state = data["rng"]

@@ -83,6 +83,12 @@ class FlatModule:
             start += parameter.numel()
 
 
+def flat_size(module: nn.Module) -> int:
+    """Count the values that travel, without building anything."""
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return trained + sum(b.numel() for b in _persistent_buffers(module))
+
+
 def as_tensor(array: Float32) -> Tensor:
     """View an array as a tensor, without the warning that one from Ray's store is read-only."""
     if array.flags.writeable:

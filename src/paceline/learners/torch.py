@@ -20,7 +20,7 @@ from paceline.core.protocol import Stat, Task, Work
 from paceline.core.state import decode, encode
 from paceline.data.sampling import SHARED, Stream, generator
 from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
-from paceline.learners.flat import FlatModule, as_tensor
+from paceline.learners.flat import FlatModule, as_tensor, flat_size
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -75,7 +75,7 @@ class TorchLearner:
 
     @property
     def message_bytes(self) -> int:
-        return 4 * FlatModule(copy.deepcopy(self.model)).values.numel()
+        return 4 * flat_size(self.model)
 
     def open_dataset(self) -> Dataset[Any]:
         if hasattr(self.dataset, "__getitem__"):
@@ -110,7 +110,6 @@ class TorchLearner:
             "batch_size": self.batch_size,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "threads": self.threads,
-            "torch": torch.__version__,
         }
 
 
@@ -120,8 +119,9 @@ class TorchReplica:
     def __init__(self, learner: TorchLearner, seed: int) -> None:
         self._learner, self._seed = learner, seed
         self._flat = FlatModule(copy.deepcopy(learner.model).train(), learner.device)
-        self._fetch = _fetcher(learner.open_dataset(), learner.collate)
-        self._stream = Stream(learner.examples, seed)
+        dataset = learner.open_dataset()
+        self._fetch = _fetcher(dataset, learner.collate)
+        self._stream = Stream(len(dataset), seed)  # type: ignore[arg-type]
 
     def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
         learner, flat = self._learner, self._flat

@@ -27,13 +27,14 @@ class Until:
         if not self._armed and view.now < self.seconds < inf:
             yield SetTimer("until", self.seconds)  # even if nothing else happens by then
         self._armed = True
-        if self._reached(view) is None:
+        if self.reached(view) is None:
             yield from self.inner.react(view, event)
         # Only after a whole reaction: the run can then be taken up again as if it never ended.
-        if (reason := self._reached(view)) is not None:
+        if (reason := self.reached(view)) is not None:
             yield Stop(reason)
 
-    def _reached(self, view: View) -> str | None:
+    def reached(self, view: View) -> str | None:
+        """Return which end is reached, None if none is."""
         if view.version >= self.steps:
             return f"{view.version} steps taken"
         if view.now >= self.seconds:

@@ -45,6 +45,7 @@ class Meter:
     """Counts as entries come in; each entry costs the same, however long the run."""
 
     version: int = 0
+    began: float = 0.0  # when this run took over, above 0 if it was resumed
     started: int = 0
     used: int = 0
     cancelled: int = 0
@@ -68,7 +69,8 @@ class Meter:
     def begin(cls, header: Header) -> Meter:
         """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
         meter, books = cls(), _books(header)
-        meter.version, meter.samples_used, meter._now = books.version, books.samples, books.now
+        meter.version, meter.samples_used = books.version, books.samples
+        meter.began = meter._now = books.now
         meter._present.update(books.workers)
         for task in books.running.values():
             meter._start(task)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from paceline.testing.scripted import Done, ScriptedEngine, transcript
-from paceline.testing.slow import Throttle
+from paceline.testing.slow import SlowWorkers, Throttle
 
 if TYPE_CHECKING:
     from paceline.testing.histories import History, check_books, legal_histories
@@ -15,6 +15,7 @@ __all__ = [
     "Done",
     "History",
     "ScriptedEngine",
+    "SlowWorkers",
     "Throttle",
     "check_books",
     "legal_histories",

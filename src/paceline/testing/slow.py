@@ -13,9 +13,12 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Protocol, Self
+
+from paceline.callbacks import Callback, Progress
 
 # Answers every share it takes on with one byte, once it acts on it. The target is a pidfd, so a
 # reused process id is never hit. `balance` is what the target has run beyond its share, weighted
@@ -172,6 +175,37 @@ class Throttle:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(target, signal.SIGCONT)
                 os.close(target)
+
+
+class HasProcesses(Protocol):
+    """An engine whose workers are processes of this machine, such as `paceline.Ray`."""
+
+    def pids(self) -> Mapping[str, int]: ...
+
+
+class SlowWorkers(Callback):
+    """Slows workers of a run down, from its first step to its end: `{"w7": 0.1}`.
+
+    A worker that is started again is as slow as it was.
+    """
+
+    def __init__(self, engine: HasProcesses, shares: Mapping[str, float]) -> None:
+        self._engine, self._shares = engine, {w: _checked(s) for w, s in shares.items()}
+        self._slowed: dict[str, Throttle] = {}
+
+    def stepped(self, progress: Progress) -> None:
+        pids = self._engine.pids()
+        for worker, share in self._shares.items():
+            pid, throttle = pids.get(worker), self._slowed.get(worker)
+            if pid is None or (throttle is not None and throttle.pid == pid):
+                continue
+            if throttle is not None:
+                throttle.__exit__(None, None, None)
+            self._slowed[worker] = Throttle(pid, share, seconds=3600).__enter__()
+
+    def ended(self, reason: str) -> None:
+        while self._slowed:
+            self._slowed.popitem()[1].__exit__(None, None, None)
 
 
 def _number(pipe: IO[bytes] | None) -> int:

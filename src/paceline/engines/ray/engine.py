@@ -136,6 +136,13 @@ class Ray:
         self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
         for name in self._pool.names():
             self._set_up(name)
+        while (up := sum(m.joined for m in self._pool.members.values())) < job.min_workers:
+            if not self._wait(inf):
+                raise WorkersLost(
+                    f"{up} workers came up and {job.min_workers} are needed to begin; "
+                    "Trainer(min_workers=…) begins with fewer"
+                )
+        self._origin = time.monotonic() - job.began  # starting up is not training
 
     def now(self) -> float:
         return time.monotonic() - self._origin
@@ -166,7 +173,7 @@ class Ray:
         """Kill the workers, and stop Ray if it was started here."""
         self.close()
         if self._pool is not None:
-            self._pool.kill_all()
+            self._pool.end()
             self._pool = None
         if self._ours:
             ray.shutdown()
@@ -204,7 +211,7 @@ class Ray:
         """Put the one task on an actor; a straggler never gathers a queue."""
         token = Token(self._run, member.name, member.incarnation, task.id)
         self._reducer.expect(token)
-        member.busy = task.id
+        member.busy = token
         _, model = self._tasks[task.id]
         self._call(member, task, member.actor.compute.remote(token, task, model))
 
@@ -212,8 +219,10 @@ class Ray:
         task, _ = self._tasks.pop(id)
         self._reducer.drop(id)
         member = self._member(task.worker)
-        if member.busy == id:
-            member.actor.abandon.remote(id)  # it ends at the next piece of work, or by itself
+        if member.busy is not None and member.busy.task == id:
+            member.actor.abandon.remote(
+                member.busy
+            )  # it ends at the next piece of work, or by itself
         else:
             member.waiting.remove(id)
 
@@ -239,19 +248,26 @@ class Ray:
                 return now, MAIN, TimerFired(heapq.heappop(self._timers)[1])
             if self._events:
                 return now, MAIN, self._events.popleft()
-            self._expire(now)
-            if self._events:
-                continue
-            due = [calls[0].deadline for calls in (self._calls, self._setting_up) if calls]
-            due += [at for at, _ in self._timers[:1]]
-            if not due:
+            if not self._wait(self._timers[0][0] if self._timers else inf):
                 return None
-            try:
-                call, future = self._inbox.get(timeout=max(min(due) - now, 0.0))
-            except queue.Empty:
-                continue
-            if self._is_current(call):
-                self._take(call, future)
+
+    def _wait(self, until: float) -> bool:
+        """Take in one answer, or what has become of an overdue one; False if none can come."""
+        known = len(self._events)
+        self._expire(self.now())
+        if len(self._events) > known:
+            return True
+        due = [calls[0].deadline for calls in (self._calls, self._setting_up) if calls]
+        first = min([until, *due])
+        if first == inf:
+            return False
+        try:
+            call, future = self._inbox.get(timeout=max(first - self.now(), 0.0))
+        except queue.Empty:
+            return True
+        if self._is_current(call):
+            self._take(call, future)
+        return True
 
     def _is_current(self, call: _Call) -> bool:
         assert self._pool is not None
@@ -274,7 +290,7 @@ class Ray:
             return True
         if call.task is None:
             return call.member.joined
-        return call.member.busy != call.task.id
+        return call.member.busy is None or call.member.busy.task != call.task.id
 
     def _take(self, call: _Call, future: Future[Any]) -> None:
         member = call.member
@@ -305,8 +321,7 @@ class Ray:
         logger.warning("worker %s is lost: %s", member.name, why)
         if member.joined:
             self._events.append(Left(member.name))
-        gone = [*member.waiting] if member.busy is None else [member.busy, *member.waiting]
-        for id in gone:
+        for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
             self._tasks.pop(id, None)
             self._reducer.drop(id)
         if self._pool.replace(member):

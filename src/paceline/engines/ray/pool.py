@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from paceline.core.protocol import TaskId, WorkerId
-from paceline.engines.ray.worker import Place, actor_class, start_time
+from paceline.engines.ray.worker import Place, Token, actor_class, start_time
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Member:
     actor: Any
     place: Place | None = None
     joined: bool = False
-    busy: TaskId | None = None
+    busy: Token | None = None  # what it is computing, wanted or not
     waiting: deque[TaskId] = field(default_factory=deque)
 
 
@@ -50,23 +50,24 @@ class Pool:
 
     def replace(self, member: Member) -> bool:
         """Make sure that a lost worker is dead; return whether a new one takes its place."""
-        self._kill(member)
+        ray.kill(member.actor)
+        self._make_sure(member)
         del self.members[member.name]
         if member.incarnation >= self._respawns:
             return False
         self._spawn(member.name, member.incarnation + 1)
         return True
 
-    def kill_all(self) -> None:
+    def end(self) -> None:
+        """End all workers."""
         for member in self.members.values():
-            self._kill(member)
+            ray.kill(member.actor)
         self.members.clear()
 
     def _spawn(self, name: WorkerId, incarnation: int) -> None:
         self.members[name] = Member(name, incarnation, self._actor.remote())
 
-    def _kill(self, member: Member) -> None:
-        ray.kill(member.actor)
+    def _make_sure(self, member: Member) -> None:
         place = member.place
         if place is None or place.node != self._node or not place.started:
             return

@@ -48,11 +48,11 @@ class Worker:
 
     def __init__(self) -> None:
         self._replica: Replica | None = None
-        self._abandoned: TaskId = -1
+        self._abandoned: Token | None = None
 
     def set_up(self, learner: Learner, seed: int) -> Place:
         """Build the replica; an earlier one is forgotten."""
-        self._replica, self._abandoned = None, -1
+        self._replica = None  # the old one's memory first
         self._replica = learner.replica(seed)
         pid = os.getpid()
         return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
@@ -63,16 +63,16 @@ class Worker:
         until = begin + task.work.budget
 
         def proceed(done: int) -> bool:
-            return self._abandoned != task.id and time.monotonic() < until
+            return self._abandoned != token and time.monotonic() < until
 
         outcome = self._replica.compute(model, task, proceed)
         seconds = time.monotonic() - begin
         return Answer(token, outcome.vector, outcome.samples, seconds, outcome.stats)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def abandon(self, task: TaskId) -> None:
-        """Make the task end at the next piece of work."""
-        self._abandoned = task
+    def abandon(self, token: Token) -> None:
+        """Make a task end at the next piece of work."""
+        self._abandoned = token
 
 
 def start_time(pid: int) -> str:

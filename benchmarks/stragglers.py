@@ -1,0 +1,224 @@
+"""Seconds to the same training loss with 8 Ray workers, one of them slowed to a tenth.
+
+A small CNN on Fashion-MNIST. The slow worker is a real process that is stopped and continued so
+that it runs a tenth of the time it would have had: on fewer cores than workers, a tenth of its
+equal share of them, since otherwise it would be as fast as its rivals for the cores. The runs of
+the policies take turns, seed by seed; the learning rates were tuned by `--tune` on the simulator.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from _report import finish, machine, parser, table
+from paceline.core.protocol import Finished, Policy, Start
+from paceline.data.idx import fashion_mnist
+from paceline.testing import Throttle
+
+WORKERS, SLOW, SLOWDOWN = 8, "w7", 10
+BOUND = 4.0  # the best policy must be at least so many times as fast as sync
+DELAY = pl.ShiftedExponential(0.08, 0.02)  # for tuning: what matters is who is how much slower
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy with the batch and learning rate that suit it."""
+
+    policy: Policy
+    lr: float
+    momentum: float
+    batch_size: int
+
+
+METHODS = {
+    "sync()": Method(pl.sync(), 0.1, 0.9, 512),
+    "k_sync(7)": Method(pl.k_sync(7), 0.1, 0.9, 512),
+    "rennala(8)": Method(pl.rennala(8), 0.1, 0.9, 512),
+    "ringmaster(16)": Method(pl.ringmaster(16), 0.05, 0.0, 64),
+}
+
+
+@dataclass
+class Outcome:
+    """What one run came to."""
+
+    seconds: float
+    steps: int
+    check: float  # the loss on fixed samples, afterwards
+    curve: list[tuple[float, float]] = field(default_factory=list)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 5, stride=2), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2), nn.ReLU(), nn.Flatten()),
+        nn.Linear(64 * 5 * 5, 10),
+    )
+
+
+def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images / 255), labels)
+
+
+def make_learner(method: Method, data: TensorDataset, lr: float | None = None) -> pl.TorchLearner:
+    sgd = partial(torch.optim.SGD, lr=lr or method.lr, momentum=method.momentum)
+    return pl.TorchLearner(make_model(), loss, sgd, data, method.batch_size)
+
+
+def reached(
+    target: float, batch_size: int
+) -> tuple[Callable[[pl.Progress], bool], list[tuple[float, float]]]:
+    """Return a condition: the loss, averaged over about the last 4,000 samples, is at most target.
+
+    And the curve of that average, filled while the run goes.
+    """
+    fade = min(1.0, batch_size / 4096)
+    curve: list[tuple[float, float]] = []
+
+    def until(progress: pl.Progress) -> bool:
+        last = curve[-1][1] if curve else progress.loss
+        curve.append((progress.seconds, last + fade * (progress.loss - last)))
+        return curve[-1][1] <= target
+
+    return until, curve
+
+
+def run(
+    method: Method,
+    data: TensorDataset,
+    engine: pl.Ray | pl.Simulator,
+    target: float,
+    seed: int,
+    most: dict[str, Any],
+    lr: float | None = None,
+) -> tuple[pl.Run, Outcome]:
+    """Train until the target is reached, or `most` is."""
+    learner = make_learner(method, data, lr)
+    until, curve = reached(target, method.batch_size)
+    trainer = pl.Trainer(learner, method.policy, engine, seed=seed, progress=False)
+    result = trainer.fit(**most, until=until)
+    images, labels = data.tensors
+    with torch.no_grad():
+        check = loss(result.model, [images[:4000], labels[:4000]]).item()
+    done = bool(curve) and curve[-1][1] <= target
+    taken = result.seconds if done else float("inf")
+    return result, Outcome(taken, result.steps, check, curve)
+
+
+def slowdown(result: pl.Run) -> float:
+    """Return how many times as long the slow worker took per sample, by its own clock."""
+    tasks = {c.task.id: c.task for e in result.journal for c in e.commands if isinstance(c, Start)}
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for entry in result.journal:
+        if isinstance(event := entry.event, Finished) and event.samples:
+            rates[tasks[event.task].worker == SLOW].append(event.seconds / event.samples)
+    return statistics.median(rates[True]) / statistics.median(rates[False])
+
+
+def tune(data: TensorDataset, target: float) -> None:
+    """Print virtual seconds to the target for a grid of learning rates, on the simulator."""
+    rows = []
+    for name, method in METHODS.items():
+        for lr in (0.02, 0.05, 0.1, 0.2):
+            engine = pl.Simulator(WORKERS, [*[DELAY] * 7, pl.Scaled(DELAY, SLOWDOWN)], unit=64)
+            most = 120 * 512 // method.batch_size  # steps
+            _, outcome = run(method, data, engine, target, 0, {"steps": most}, lr)
+            rows.append([name, f"{lr}", f"{outcome.seconds:.1f}", str(outcome.steps)])
+    table(["policy", "lr", "virtual s", "steps"], rows)
+
+
+def draw(path: str, outcomes: dict[str, list[Outcome]], target: float) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "paceline"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    for name, runs in outcomes.items():
+        seconds, losses = zip(*runs[0].curve, strict=True)
+        label = f"{name}: {statistics.median(o.seconds for o in runs):.1f} s"
+        axes.plot(seconds, losses, label=label, linewidth=2)
+    axes.axhline(target, color="gray", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="seconds", ylabel="training loss", xscale="log")
+    axes.set_title(f"8 workers, one at a tenth of the speed: time to loss {target}", fontsize=10)
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--tune", action="store_true", help="learning rates on the simulator")
+    arguments.add_argument("--figure", metavar="FILE.svg", help="draw the loss curves")
+    options = arguments.parse_args()
+    data = fashion_mnist()
+    images = torch.from_numpy(data.train_images).unsqueeze(1)
+    train = TensorDataset(images, torch.from_numpy(data.train_labels).long())
+    target, seeds = (1.5, [0]) if options.quick else (0.8, [0, 1, 2])
+    if options.tune:
+        tune(train, target)
+        return
+    about = machine("torch", "ray", "paceline")
+    share = min(1.0, about["cores"] / WORKERS) / SLOWDOWN
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in METHODS}
+    measured = []
+    with pl.Ray(workers=WORKERS) as engine:
+        warm = METHODS["sync()"]
+        pl.Trainer(make_learner(warm, train), warm.policy, engine, progress=False).fit(steps=3)
+        with Throttle(engine.pids()[SLOW], share, period=0.2, seconds=1800):
+            for turn, seed in enumerate(seeds):
+                names = list(METHODS)
+                for name in names[turn:] + names[:turn]:
+                    result, outcome = run(
+                        METHODS[name], train, engine, target, seed, {"seconds": 240.0}
+                    )
+                    outcomes[name].append(outcome)
+                    if name == "sync()":
+                        measured.append(slowdown(result))
+    print(
+        f"{WORKERS} Ray workers, {SLOW} running {share:.1%} of the time "
+        f"({statistics.median(measured):.1f} times slower per sample, measured), "
+        f"training loss {target}, {len(seeds)} seeds"
+    )
+    medians = {n: statistics.median(o.seconds for o in runs) for n, runs in outcomes.items()}
+    ratios = {n: [a.seconds / o.seconds for a, o in zip(outcomes["sync()"], runs, strict=True)]
+              for n, runs in outcomes.items()}  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{medians[name]:.2f}",
+            f"{min(o.seconds for o in runs):.2f} - {max(o.seconds for o in runs):.2f}",
+            f"{statistics.median(o.steps for o in runs):.0f}",
+            f"{statistics.median(o.check for o in runs):.3f}",
+            f"{statistics.median(ratios[name]):.1f}",
+        ]
+        for name, runs in outcomes.items()
+    ]
+    table(["policy", "seconds", "range", "steps", "loss after", "times sync"], rows)
+    if options.figure:
+        draw(options.figure, outcomes, target)
+    best = max(statistics.median(values) for values in ratios.values())
+    figures = {
+        "target_loss": target,
+        "slowdown": round(statistics.median(measured), 2),
+        "seconds": {n: round(s, 3) for n, s in medians.items()},
+        "ratio_to_sync": {n: [round(v, 2) for v in values] for n, values in ratios.items()},
+        "best": round(best, 2),
+    }
+    finish("stragglers", figures, {"best": BOUND}, best >= BOUND, about, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The same policy objects in virtual time: what would a slow worker cost, and what helps?
+
+Run it:  python examples/simulate.py
+Data:    apt-get install dataset-fashion-mnist
+"""
+
+from functools import partial
+
+import torch
+from quickstart import loss, make_model
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from paceline.data.idx import fashion_mnist
+
+# Eight workers: 32 samples take each 80 ms and 20 ms more on average; one needs ten times as
+# long. 10 ms and 12.5 MB/s (100 Mbit/s) lie between them and the server.
+DELAY = pl.ShiftedExponential(0.08, 0.02)
+DELAYS = [*[DELAY] * 7, pl.Scaled(DELAY, 10)]
+LINK = pl.Link(latency=0.01, down=12.5e6, up=12.5e6)
+
+# Where every result is a step, a step is made of fewer samples, and must be shorter.
+METHODS = [
+    ("sync()", pl.sync(), 256, 0.2),
+    ("k_sync(7)", pl.k_sync(7), 256, 0.2),
+    ("rennala(8)", pl.rennala(8), 256, 0.2),
+    ("ringmaster(16)", pl.ringmaster(16), 32, 0.05),
+]
+
+
+def main() -> None:
+    data = fashion_mnist()
+    images = torch.from_numpy(data.train_images).unsqueeze(1)
+    train = TensorDataset(images, torch.from_numpy(data.train_labels).long())
+    print(f"{'policy':<16} {'steps':>6} {'virtual seconds':>16} {'loss':>7} {'waiting':>8}")
+    for name, policy, batch_size, lr in METHODS:
+        sgd = partial(torch.optim.SGD, lr=lr)
+        learner = pl.TorchLearner(make_model(), loss, sgd, train, batch_size)
+        engine = pl.Simulator(workers=8, delays=DELAYS, link=LINK, unit=32)
+        run = pl.Trainer(learner, policy, engine, progress=False).fit(seconds=20)
+        recent = run.metrics["seconds"] > run.seconds - 2
+        last, waiting = run.metrics["loss"][recent].mean(), run.meter.waiting
+        print(f"{name:<16} {run.steps:>6} {run.seconds:>16.1f} {last:>7.3f} {waiting:>8.0%}")
+
+
+if __name__ == "__main__":
+    main()

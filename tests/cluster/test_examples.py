@@ -1,0 +1,83 @@
+"""The examples run as a user runs them, and Ctrl-C ends a run with what was learned."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.data.idx import FASHION_MNIST
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+needs_data = pytest.mark.skipif(
+    not Path(FASHION_MNIST).exists(), reason="Debian's package dataset-fashion-mnist is absent"
+)
+
+
+def run(script: str) -> str:
+    command = [sys.executable, str(ROOT / script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@needs_data
+def test_quickstart_learns_in_spite_of_a_slow_worker() -> None:
+    output = run("examples/quickstart.py")
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    assert accuracy and float(accuracy[1]) > 75
+    assert "0 lost" in output
+
+
+@needs_data
+def test_simulate_ranks_the_policies() -> None:
+    rows = [line.split() for line in run("examples/simulate.py").splitlines()[1:]]
+    loss = {row[0]: float(row[3]) for row in rows}
+    assert loss["k_sync(7)"] < loss["sync()"] and loss["rennala(8)"] < loss["sync()"]
+
+
+INTERRUPTED = """
+import paceline as pl
+from tests.conftest import make_learner
+saves = pl.Checkpoints({path!r}, every=1000)
+trainer = pl.Trainer(make_learner(), pl.k_sync(1), pl.Ray(workers=2), checkpoints=saves)
+run = trainer.fit(seconds=100)
+print("reason:", run.reason, "steps:", run.steps)
+"""
+
+
+def test_ctrl_c_ends_cleanly_with_what_was_learned(tmp_path: Path) -> None:
+    script = INTERRUPTED.format(path=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,  # a group of its own, as a terminal gives it
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:  # training has begun
+            if line.startswith("step "):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate()
+    finally:
+        watchdog.cancel()
+        process.kill()
+    assert process.returncode == 0, errors
+    found = re.search(r"reason: interrupted by the user steps: (\d+)", output)
+    assert found and int(found[1]) >= 1
+    assert (tmp_path / f"step-{int(found[1]):08d}" / "manifest.json").exists()
