@@ -22,7 +22,7 @@ import paceline as pl
 from _report import finish, machine, parser, table
 from paceline.core.protocol import Finished, Policy, Start
 from paceline.data.idx import fashion_mnist
-from paceline.testing import Throttle
+from paceline.testing import SlowWorkers
 
 WORKERS, SLOW, SLOWDOWN = 8, "w7", 10
 BOUND = 4.0  # the best policy must be at least so many times as fast as sync
@@ -102,11 +102,14 @@ def run(
     seed: int,
     most: dict[str, Any],
     lr: float | None = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> tuple[pl.Run, Outcome]:
     """Train until the target is reached, or `most` is."""
     learner = make_learner(method, data, lr)
     until, curve = reached(target, method.batch_size)
-    trainer = pl.Trainer(learner, method.policy, engine, seed=seed, progress=False)
+    trainer = pl.Trainer(
+        learner, method.policy, engine, seed=seed, callbacks=callbacks, progress=False
+    )
     result = trainer.fit(**most, until=until)
     images, labels = data.tensors
     with torch.no_grad():
@@ -177,16 +180,17 @@ def main() -> None:
     with pl.Ray(workers=WORKERS) as engine:
         warm = METHODS["sync()"]
         pl.Trainer(make_learner(warm, train), warm.policy, engine, progress=False).fit(steps=3)
-        with Throttle(engine.pids()[SLOW], share, period=0.2, seconds=1800):
-            for turn, seed in enumerate(seeds):
-                names = list(METHODS)
-                for name in names[turn:] + names[:turn]:
-                    result, outcome = run(
-                        METHODS[name], train, engine, target, seed, {"seconds": 240.0}
-                    )
-                    outcomes[name].append(outcome)
-                    if name == "sync()":
-                        measured.append(slowdown(result))
+        for turn, seed in enumerate(seeds):
+            names = list(METHODS)
+            for name in names[turn:] + names[:turn]:
+                slow = SlowWorkers(engine, {SLOW: share}, period=0.05)  # from the first step on
+                most = {"seconds": 240.0}
+                result, outcome = run(
+                    METHODS[name], train, engine, target, seed, most, callbacks=[slow]
+                )
+                outcomes[name].append(outcome)
+                if name == "sync()":
+                    measured.append(slowdown(result))
     print(
         f"{WORKERS} Ray workers, {SLOW} running {share:.1%} of the time "
         f"({statistics.median(measured):.1f} times slower per sample, measured), "

@@ -11,16 +11,13 @@ from paceline.core.coordinator import Coordinator, StalledError, replay
 from paceline.core.journal import Journal
 from paceline.core.ledger import PolicyError
 from paceline.core.protocol import Joined, Left, Work
+from paceline.delays.compound import Bursts, Mixture, PerWorker, Scaled
 from paceline.delays.models import (
-    Bursts,
     Erlang,
     Exponential,
     Fixed,
     LogNormal,
-    Mixture,
     Pareto,
-    PerWorker,
-    Scaled,
     ShiftedExponential,
     Trace,
 )

@@ -126,7 +126,9 @@ def newest(path: Path) -> Path:
 
 
 def _complete(path: Path) -> list[Path]:
-    return sorted(p for p in path.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file())
+    """Return the whole checkpoints in a folder, in the order in which they were written."""
+    whole = [p for p in path.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file()]
+    return sorted(whole, key=lambda p: ((p / "manifest.json").stat().st_mtime_ns, p.name))
 
 
 def _contiguous(arrays: Mapping[str, Array]) -> dict[str, Array]:

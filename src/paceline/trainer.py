@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from math import inf, isfinite
@@ -91,10 +93,7 @@ class Trainer:
                 f"min_workers={min_workers}: this engine has {engine.size} workers; "
                 f"use 1 to {engine.size}"
             )
-        if check := getattr(policy, "check", None):
-            check(engine.size, learner.batch_size)
-        if isinstance(work := getattr(policy, "work", None), Work):
-            learner.check(work)
+        _check(policy, learner, engine.size)
         self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
         self._checkpoints, self._journal_path = checkpoints, journal
         self._server = learner.server()
@@ -139,6 +138,11 @@ class Trainer:
             self._snapshot = self._take(coordinator)
             if self._checkpoints is not None:
                 self._save(self._checkpoints, self._snapshot)
+        except BaseException:
+            self._server = self._learner.server()  # back to where the books are
+            if self._snapshot is not None:
+                self._server.load(self._snapshot.server)
+            raise
         finally:
             self._engine.close()
             coordinator.journal.close()
@@ -217,7 +221,7 @@ class Trainer:
         if (reached := coordinator.policy.reached(coordinator.ledger)) is not None:
             stop(reached)  # before an event is taken from the engine, which would be lost
         examples = self._learner.examples
-        try:
+        with _ctrl_c(self._engine):
             for _, entry in drive({MAIN: coordinator}, self._engine):
                 meter.observe(entry)
                 if not any(isinstance(command, Step) for command in entry.commands):
@@ -234,8 +238,6 @@ class Trainer:
                 saves = self._checkpoints
                 if saves is not None and progress.step % saves.every == 0:
                     self._save(saves, self._take(coordinator))
-        except KeyboardInterrupt:
-            stop("interrupted by the user")
 
     def _take(self, coordinator: Coordinator) -> Snapshot:
         assert isinstance(coordinator.policy, Until)
@@ -265,6 +267,38 @@ class Trainer:
             "seed": self._seed,
             "policy": describe(self._policy),
         }
+
+
+def _check(policy: Policy, learner: Learner, workers: int) -> None:
+    """Refuse what cannot work, before anything is started. Wrappers are looked into."""
+    if check := getattr(policy, "check", None):
+        check(workers, learner.batch_size)
+    if isinstance(work := getattr(policy, "work", None), Work):
+        learner.check(work)
+    if inner := getattr(policy, "inner", None):
+        _check(inner, learner, workers)
+
+
+@contextlib.contextmanager
+def _ctrl_c(engine: TrainingEngine) -> Iterator[None]:
+    """Make the first Ctrl-C an event, so that it never strikes in the middle of something.
+
+    The second one is as rude as ever. Threads other than the main one get no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        engine.interrupt("interrupted by the user")
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _versions() -> dict[str, str]:

@@ -97,6 +97,11 @@ def replay(policy: Policy, journal: Journal) -> Journal:
     """Feed a journal's events to a fresh policy. Equal journals mean equal runs."""
     coordinator = Coordinator(policy, journal.header.batch, Journal(journal.header))
     if journal.header.state is not None:
+        if describe(policy) != journal.header.policy:
+            raise ValueError(
+                f"the journal continues a run of {journal.header.policy}, whose state does not "
+                f"fit {describe(policy)}"
+            )
         coordinator.load(journal.header.state)
     for entry in journal:
         coordinator.handle(entry.now, entry.event)

@@ -10,12 +10,15 @@ import dataclasses
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from math import isfinite
+from functools import partial
+from math import inf, isfinite, nan
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from paceline.core import protocol
 
+# One object each: then entries with a nan in the same place are equal.
+_NOT_FINITE = {"nan": nan, "inf": inf, "-inf": -inf}
 _VALUES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -77,7 +80,7 @@ def decode(data: Any) -> Any:
         case None:
             return {key: decode(item) for key, item in data.items()}
         case "float":
-            return float(data["value"])
+            return _NOT_FINITE[data["value"]]
         case "tuple" | "set" | "frozenset" as name:
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](
                 decode(item) for item in data["items"]
@@ -102,7 +105,7 @@ def save_state(thing: Any) -> dict[str, Any]:
     fields = {
         name: {"object": save_state(item)} if _has_fields(item) else {"value": encode(item)}
         for name, item in vars(thing).items()
-        if not isinstance(item, _FUNCTIONS)  # code is the recipe's, never the file's
+        if not isinstance(item, _CODE)  # code is the recipe's, never the file's
     }
     return {"class": type(thing).__name__, "fields": fields}
 
@@ -132,6 +135,10 @@ def describe(thing: Any) -> str:
     """Return a recipe as its user would write it: defaults left out, functions by name."""
     if isinstance(thing, _FUNCTIONS):
         return thing.__name__
+    if isinstance(thing, partial):
+        given = [*map(describe, thing.args)]
+        given += [f"{name}={describe(value)}" for name, value in thing.keywords.items()]
+        return f"partial({', '.join([describe(thing.func), *given])})"
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
         return repr(thing)
     given = [
@@ -143,8 +150,9 @@ def describe(thing: Any) -> str:
 
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+_CODE = (*_FUNCTIONS, partial)
 _PLAIN = (Mapping, list, tuple, set, frozenset, random.Random, int, float, str)
 
 
 def _has_fields(item: Any) -> bool:
-    return hasattr(item, "__dict__") and not isinstance(item, (*_FUNCTIONS, *_PLAIN))
+    return hasattr(item, "__dict__") and not isinstance(item, (*_CODE, *_PLAIN))

@@ -35,6 +35,9 @@ class TrainingEngine(Engine, Protocol):
     def save(self) -> Saved | None:
         """Return what `open` needs to go on exactly here; None if work in flight cannot be."""
 
+    def interrupt(self, reason: str) -> None:
+        """Report `Interrupted` next. May be called from a signal handler."""
+
     def now(self) -> float:
         """Return the seconds that have passed on this engine's clock."""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from paceline.core.protocol import (
     Discard,
     Event,
     Finished,
+    Interrupted,
     Joined,
     Left,
     Send,
@@ -38,12 +39,11 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.core.state import decode, encode
-from paceline.delays.models import Delay, Exponential, PerWorker, resolve
+from paceline.delays.compound import Delays, resolve
+from paceline.delays.models import Delay, Exponential
 from paceline.engines.base import Job
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Array, Saved, mean_loss
-
-Delays: TypeAlias = Delay | PerWorker | Sequence[Delay] | Mapping[WorkerId, Delay]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class Simulator:
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: use at least 1")
+        if update < 0 or (unit is not None and unit <= 0):
+            raise ValueError(f"update={update}, unit={unit}: use update >= 0 and unit > 0")
         self.size = workers
         self._delays, self._link = delays, link
         self._unit, self._update = unit, update
@@ -121,6 +123,7 @@ class Simulator:
         self._now = self._ready = job.began
         self._order = 0
         self._version = job.steps
+        self._interruption: Interrupted | None = None
         self._queue = []
         self._tasks: dict[TaskId, Task] = {}
         self._models: dict[int, Array] = {}
@@ -142,6 +145,9 @@ class Simulator:
             if at >= self._now:
                 self._push(at, event)
 
+    def interrupt(self, reason: str) -> None:
+        self._interruption = Interrupted(reason)
+
     def now(self) -> float:
         return self._now
 
@@ -149,6 +155,9 @@ class Simulator:
         self._queue.clear()
 
     def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        if self._interruption is not None:
+            interruption, self._interruption = self._interruption, None
+            return self._now, MAIN, interruption
         while self._queue:
             self._now, _, item = heapq.heappop(self._queue)
             if isinstance(item, Task):
@@ -255,7 +264,7 @@ class Simulator:
             for id in step.weights:
                 self._results.pop(id, None)
         self._version += 1
-        self._ready = self._now + self._update
+        self._ready = max(self._now, self._ready) + self._update  # one after the other
         self._push(self._ready, Stepped(self._version, stats))
 
     def _keep_model(self, version: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,9 +31,11 @@ class FlatModule:
                     "parameters in torch.float32 (model.float()) and use autocast in the loss"
                 )
         self.parameters = [parameter for _, parameter in named]
-        self._buffers = list(_persistent_buffers(module))
+        self._buffers = list(_buffers(module, persistent=True))
+        scratch = _buffers(module, persistent=False)
+        self._scratch = [(place, place.buffer.clone()) for place in scratch]
         self.trainable = sum(p.numel() for p in self.parameters)
-        size = self.trainable + sum(b.numel() for b in self._buffers)
+        size = self.trainable + sum(place.buffer.numel() for place in self._buffers)
         if not self.trainable:
             raise ValueError("the model has no parameter with requires_grad=True to train")
         self.values = torch.zeros(size, device=device)
@@ -48,18 +51,15 @@ class FlatModule:
         with torch.no_grad():
             for tensor, (start, stop) in zip(self.parameters, self._spans(), strict=True):
                 self.values[start:stop] = tensor.detach().reshape(-1)
-            start = self.trainable
-            for buffer in self._buffers:
-                self.values[start : start + buffer.numel()] = buffer.reshape(-1).float()
-                start += buffer.numel()
+            for place, (start, stop) in self._buffer_spans():
+                self.values[start:stop] = place.buffer.reshape(-1).float()
 
     def push_buffers(self) -> None:
         """Copy `values` into the module's buffers; parameters are views and need none."""
-        start = self.trainable
-        for buffer in self._buffers:
-            values = self.values[start : start + buffer.numel()].view_as(buffer)
-            buffer.copy_(values if buffer.is_floating_point() else values.round())
-            start += buffer.numel()
+        for place, (start, stop) in self._buffer_spans():
+            place.put_back()
+            values = self.values[start:stop].view_as(place.buffer)
+            place.buffer.copy_(values if place.buffer.is_floating_point() else values.round())
 
     def load(self, vector: Float32) -> None:
         """Take over a model as it travels."""
@@ -67,14 +67,15 @@ class FlatModule:
             raise ValueError(f"a model of {self.values.numel()} values got {vector.shape}")
         self.values.copy_(as_tensor(vector))
         self.push_buffers()
+        for place, original in self._scratch:  # no trace of an earlier task
+            place.put_back()
+            place.buffer.copy_(original)
 
     def buffer_change(self) -> None:
         """Write into `grads` by how much the module's buffers differ from `values`."""
-        start = self.trainable
-        for buffer in self._buffers:
-            stop = start + buffer.numel()
-            self.grads[start:stop] = buffer.reshape(-1).float() - self.values[start:stop]
-            start = stop
+        for place, (start, stop) in self._buffer_spans():
+            now = place.current().reshape(-1).float()
+            self.grads[start:stop] = now - self.values[start:stop]
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         start = 0
@@ -82,11 +83,35 @@ class FlatModule:
             yield start, start + parameter.numel()
             start += parameter.numel()
 
+    def _buffer_spans(self) -> Iterator[tuple[_Place, tuple[int, int]]]:
+        start = self.trainable
+        for place in self._buffers:
+            stop = start + place.buffer.numel()
+            yield place, (start, stop)
+            start = stop
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a buffer lives in its module, which may put another tensor there."""
+
+    owner: nn.Module
+    name: str
+    buffer: Tensor
+
+    def current(self) -> Tensor:
+        now = self.owner._buffers[self.name]
+        assert now is not None
+        return now
+
+    def put_back(self) -> None:
+        self.owner._buffers[self.name] = self.buffer
+
 
 def flat_size(module: nn.Module) -> int:
     """Count the values that travel, without building anything."""
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return trained + sum(b.numel() for b in _persistent_buffers(module))
+    return trained + sum(place.buffer.numel() for place in _buffers(module, persistent=True))
 
 
 def as_tensor(array: Float32) -> Tensor:
@@ -98,10 +123,11 @@ def as_tensor(array: Float32) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[Tensor]:
+def _buffers(module: nn.Module, persistent: bool) -> Iterator[_Place]:
     seen: set[int] = set()
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+            is_persistent = name not in part._non_persistent_buffers_set
+            if is_persistent is persistent and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield buffer
+                yield _Place(part, name, buffer)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from paceline.core.protocol import Command, Event, Policy, SetTimer, Stat, Stop, View
+from paceline.core.protocol import Command, Event, Policy, SetTimer, Stat, Stop, TimerFired, View
 
 
 @dataclass
@@ -24,10 +24,13 @@ class Until:
         return self.inner.wants
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
+        timer = f"until {self.seconds:g}"
         if not self._armed and view.now < self.seconds < inf:
-            yield SetTimer("until", self.seconds)  # even if nothing else happens by then
+            yield SetTimer(
+                f"until {self.seconds:g}", self.seconds
+            )  # even if nothing else happens by then
         self._armed = True
-        if self.reached(view) is None:
+        if event != TimerFired(timer):
             yield from self.inner.react(view, event)
         # Only after a whole reaction: the run can then be taken up again as if it never ended.
         if (reason := self.reached(view)) is not None:

@@ -189,8 +189,11 @@ class SlowWorkers(Callback):
     A worker that is started again is as slow as it was.
     """
 
-    def __init__(self, engine: HasProcesses, shares: Mapping[str, float]) -> None:
-        self._engine, self._shares = engine, {w: _checked(s) for w, s in shares.items()}
+    def __init__(
+        self, engine: HasProcesses, shares: Mapping[str, float], period: float = 0.1
+    ) -> None:
+        self._engine, self._period = engine, period
+        self._shares = {worker: _checked(share) for worker, share in shares.items()}
         self._slowed: dict[str, Throttle] = {}
 
     def stepped(self, progress: Progress) -> None:
@@ -201,7 +204,7 @@ class SlowWorkers(Callback):
                 continue
             if throttle is not None:
                 throttle.__exit__(None, None, None)
-            self._slowed[worker] = Throttle(pid, share, seconds=3600).__enter__()
+            self._slowed[worker] = Throttle(pid, share, self._period, seconds=3600).__enter__()
 
     def ended(self, reason: str) -> None:
         while self._slowed:

@@ -31,7 +31,7 @@ from paceline.core.protocol import (
     TimerFired,
     View,
 )
-from paceline.core.state import save_state
+from paceline.core.state import describe, save_state
 from paceline.testing import Done, ScriptedEngine
 
 
@@ -206,7 +206,9 @@ def test_a_replay_has_the_header_of_the_run() -> None:
 
 def test_a_resumed_journal_is_replayed_from_its_state() -> None:
     first = played(pl.k_async(2))
-    resumed = Coordinator(pl.k_async(2), 8, Journal(Header("", 8, None, first.state())))
+    resumed = Coordinator(
+        pl.k_async(2), 8, Journal(Header(describe(pl.k_async(2)), 8, None, first.state()))
+    )
     resumed.load(first.state())
     later: list[tuple[float, Event]] = [
         *((3.0, Joined("w3")), (4.0, Finished(3, 4)), (4.5, Finished(4, 4)), (5.0, Left("w0"))),

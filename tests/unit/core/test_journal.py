@@ -154,6 +154,13 @@ def test_saving_onto_itself_loses_nothing(tmp_path: Path) -> None:
     assert Journal.load(tmp_path / "run.jsonl") == journal
 
 
+def test_a_journal_with_a_nan_equals_what_was_saved_of_it(tmp_path: Path) -> None:
+    journal = Journal()
+    journal.append(Entry(1.0, Finished(0, 4, 1.0, {"loss": float("nan")}), ()))
+    journal.save(tmp_path / "run.jsonl")
+    assert Journal.load(tmp_path / "run.jsonl") == journal
+
+
 def test_the_state_of_a_coordinator_goes_into_the_header(tmp_path: Path) -> None:
     first = Coordinator(k_sync(1), 8)
     first.handle(0.0, Joined("w0"))

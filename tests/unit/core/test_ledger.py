@@ -70,6 +70,7 @@ REFUSED: list[tuple[Command, str]] = [
     (Discard(9), "it is not held"),
     (Step({}), "it uses no result"),
     (Step({1: 0.5, 0: 0.25, 9: 0.25}), "results not held: [0, 9]"),
+    (Step({2: 0.5, 1: 0.5}), "results of no sample: [2]; discard them"),
     (Step({1: 1.0}, mix={"w0": 0.5, "w1": 0.5}), "no copy of ['w1']"),
     (Step({1: nan}), "a weight is not finite"),
     (Step({1: -inf}), "a weight is not finite"),
@@ -85,9 +86,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(command: Command, why: st
     running = assign(ledger, "w0")
     held = assign(ledger, "w1")
     finish(ledger, held)
+    empty = assign(ledger, "w1")
+    finish(ledger, empty, samples=0)
     ledger.record(1.0, Left("gone"))
     ledger.record(2.0, Received("w0"))
-    assert (running.id, held.id) == (0, 1)
+    assert (running.id, held.id, empty.id) == (0, 1, 2)
     before = save_state(ledger)
     with pytest.raises(PolicyError) as refusal:
         ledger.apply(command)

@@ -84,6 +84,7 @@ def test_every_value_comes_back(value: Any) -> None:
 def test_a_nan_comes_back() -> None:
     back = through_json(Finished(1, 8, 0.0, {"loss": nan}))
     assert isnan(back.stats["loss"])
+    assert back == through_json(Finished(1, 8, 0.0, {"loss": float("nan")}))  # though nan != nan
 
 
 def test_a_step_keeps_the_order_of_its_weights() -> None:
@@ -219,6 +220,7 @@ def test_a_function_with_arguments_bound_is_left_as_it_is() -> None:
     data = save_state(first)
     load_state(second, json.loads(json.dumps(data)))
     assert second.rule(2) == 9
+    assert "rule" not in data["fields"]
 
 
 class Hooked:
@@ -306,6 +308,8 @@ def test_the_books_come_back() -> None:
         ),
         (pl.MinWorkers(2, pl.sync()), "MinWorkers(n=2, inner=Gather())"),
         (pl.Gather(work=Work(steps=3)), "Gather(work=Work(steps=3))"),
+        (partial(double, value=Work(steps=2)), "partial(double, value=Work(steps=2))"),
+        (pl.Gather(combine=partial(triple, 2.0)), "Gather(combine=partial(triple, 2.0))"),
         (len, "len"),
         (Arm, "Arm"),
         ([1, "a"], "[1, 'a']"),

@@ -14,21 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats  # type: ignore[import-untyped]
 
+from paceline.delays.compound import Bursts, Delays, Mixture, PerWorker, Scaled, resolve
 from paceline.delays.models import (
-    Bursts,
     Delay,
-    Delays,
     Erlang,
     Exponential,
     Fixed,
     LogNormal,
-    Mixture,
     Pareto,
-    PerWorker,
-    Scaled,
     ShiftedExponential,
     Trace,
-    resolve,
 )
 
 

@@ -20,6 +20,7 @@ from paceline.core.protocol import (
     Cancel,
     Discard,
     Finished,
+    Interrupted,
     Joined,
     Left,
     Policy,
@@ -67,7 +68,7 @@ def execute(engine: pl.Simulator, *commands: Any) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 2), (8, 5), (8, 8), (20, 3)])
 def test_the_kth_of_n_exponential_times(n: int, k: int) -> None:
     """E = H_n - H_(n-k), the sum of 1/i over i = n-k+1 … n, with the sum of 1/i^2 as variance."""
-    steps = 1500
+    steps = 800
     policy = pl.Gather(k, work=Work(samples=1))
     run = train(pl.Timing(), policy, pl.Simulator(n, pl.Exponential(1.0), unit=1), steps=steps)
     orders = np.arange(n - k + 1, n + 1)
@@ -224,6 +225,17 @@ def test_timers_and_ties_come_in_the_order_they_were_set() -> None:
         (2.0, MAIN, TimerFired("a")),
     ]
     assert fired[3] is None
+
+
+def test_an_interruption_comes_first_and_once() -> None:
+    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1))
+    execute(engine, Start(task(0)), Start(task(1)))
+    engine.next_event()
+    engine.interrupt("enough")
+    assert engine.next_event() == (1.0, MAIN, Interrupted("enough"))
+    assert engine.next_event() == (2.0, MAIN, Finished(1, 1, 1.0))
+    engine.interrupt("too late")
+    opened(engine)  # a new job knows nothing of it
 
 
 def test_commands_without_an_effect_here() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.learners.flat import FlatModule, as_tensor
+from paceline.learners.flat import FlatModule, as_tensor, flat_size
 
 
 class Odd(nn.Module):
@@ -40,12 +40,12 @@ def test_parameters_and_gradients_are_views() -> None:
             assert tensor is not None
             assert tensor.data_ptr() == buffer[start:].data_ptr()
             start += tensor.numel()
-    flat.values[:9] = torch.arange(9.0)
+    flat.values[1:10] = torch.arange(9.0)
     assert flat.module.encode.weight.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     flat.module(torch.randn(4, 3)).square().sum().backward()
     assert flat.grads[: flat.trainable].abs().sum() > 0
     assert flat.module.scale.grad is not None
-    assert flat.module.scale.grad == flat.grads[9]
+    assert flat.module.scale.grad == flat.grads[0]
 
 
 def test_an_optimizer_moves_the_values() -> None:
@@ -61,8 +61,8 @@ def test_the_values_are_those_of_the_module() -> None:
     weight = module.encode.weight.detach().clone()
     flat = FlatModule(module)
     expected = [
-        *weight.reshape(-1).tolist(),  # tied: once
         2.0,  # scale
+        *weight.reshape(-1).tolist(),  # tied: once
         *([1.0] * 3 + [0.0] * 3),  # norm: weight, bias
         *(5.0, 6.0),  # count: once, though under two names
         *([0.0] * 3 + [1.0] * 3 + [0.0]),  # norm: mean, variance, batches
@@ -75,11 +75,11 @@ def test_the_values_are_those_of_the_module() -> None:
 def test_tied_weights_stay_tied() -> None:
     flat = FlatModule(Odd())
     assert flat.module.decode.weight is flat.module.encode.weight
-    flat.values[0] = 99.0
+    flat.values[1] = 99.0
     assert flat.module.decode.weight[0, 0] == 99.0
     x = torch.ones(2, 3)
     flat.module.decode(flat.module.encode(x)).sum().backward()
-    assert flat.grads[0] != 0
+    assert flat.grads[1] != 0
 
 
 def test_frozen_parameters_stay_out() -> None:
@@ -112,6 +112,17 @@ def test_the_change_of_buffers_goes_where_gradients_go() -> None:
     flat.buffer_change()
     change = flat.grads[flat.trainable :].tolist()
     assert change == [0.25, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0]
+
+
+def test_a_buffer_shared_by_two_modules_travels_once() -> None:
+    both = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    both[1].running_mean = both[0].running_mean
+    flat = FlatModule(both)
+    assert flat.values.numel() == flat_size(both) == 8 + 5 + 3
+    vector = flat.values.numpy().copy()
+    vector[8:10] = 7.0
+    flat.load(vector)
+    assert both[1].running_mean.tolist() == [7.0, 7.0]
 
 
 def test_non_persistent_buffers_stay_out() -> None:

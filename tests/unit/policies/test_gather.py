@@ -18,6 +18,7 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
+    Result,
     Start,
     Stat,
     Step,
@@ -184,6 +185,26 @@ def test_everyone_gone_and_back_nothing_is_lost() -> None:
     assert redone[max(redone)].samples == 9  # the next round has one worker
 
 
+def test_a_share_that_no_worker_survives_is_replaced_by_a_new_one() -> None:
+    """The round ends all the same; the samples that took three workers with them are left out."""
+    script = [
+        *joined("w0", "w1", "w2", "w3", "w4"),
+        *((float(i), Left(worker)) for i, worker in enumerate(("w0", "w2", "w3"), start=1)),
+        (4.0, Done("w1")),
+        (5.0, Done("w4")),
+    ]
+    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    assert answers(entries)[1:9] == [
+        (start(0, "w0", 0, 4), start(1, "w1", 4, 4)),
+        *((), (), ()),  # they join in mid-round
+        (start(2, "w2", 0, 4, since=1.0, attempt=2),),
+        (start(3, "w3", 0, 4, since=2.0, attempt=3),),
+        (start(4, "w4", 8, 4, since=3.0),),
+        (),
+    ]
+    assert steps(entries) == [Step({1: 0.5, 4: 0.5})]
+
+
 def test_an_empty_result_is_discarded_and_its_place_filled() -> None:
     script = [*joined("w0", "w1"), (1.0, Done("w0", samples=0)), (2.0, Done("w1"))]
     entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
@@ -191,7 +212,7 @@ def test_an_empty_result_is_discarded_and_its_place_filled() -> None:
     assert entries[3].commands == ()
 
 
-def test_a_step_retires_held_results_that_have_grown_too_old() -> None:
+def test_a_result_that_has_grown_too_old_is_discarded_on_arrival() -> None:
     policy = pl.Gather(2, max_delay=1, preempt=False)
     script = [
         *joined("w0", "w1", "w2", "w3"),  # tasks 0 to 3 at version 0
@@ -206,6 +227,30 @@ def test_a_step_retires_held_results_that_have_grown_too_old() -> None:
     assert late.commands == (Discard(2), start(8, "w2", 8, 1, version=2, since=3.0))
     assert [list(step.weights) for step in steps(entries)] == [[0, 1], [4, 5], [6, 7]]
     assert not any(isinstance(c, Cancel) for entry in entries for c in entry.commands)
+
+
+def test_what_a_step_left_out_is_discarded_once_it_is_too_old() -> None:
+    def first(view: View, results: Collection[Result]) -> dict[int, float]:
+        return {min(result.task.id for result in results): 1.0}
+
+    script = [
+        *joined("w0", "w1"),
+        *((1.0, Done("w0")), (1.0, Done("w1"))),  # uses 0, keeps 1 for a step more
+        (2.0, Done("w0")),
+    ]
+    policy = pl.Gather(2, max_delay=1, combine=first)
+    assert [entry.commands for entry in transcript(policy, script, batch=2) if entry.now] == [
+        (),
+        (Step({0: 1.0}), start(2, "w0", 2, 1, version=1, since=1.0)),
+        (),
+        (
+            Step({1: 1.0}),
+            start(3, "w1", 3, 1, version=2, since=2.0),
+        ),
+        (),
+    ]
+    strict = transcript(pl.Gather(2, combine=first), script[:4], batch=2)
+    assert strict[3].commands[:2] == (Step({0: 1.0}), Discard(1))
 
 
 # --- choosing k and workers ----------------------------------------------------------------------

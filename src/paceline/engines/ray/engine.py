@@ -7,7 +7,7 @@ import logging
 import queue
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
@@ -23,6 +23,7 @@ from paceline.core.protocol import (
     Discard,
     Event,
     Finished,
+    Interrupted,
     Joined,
     Left,
     Send,
@@ -128,11 +129,15 @@ class Ray:
         self._learner = ray.put(job.learner)
         self._origin = time.monotonic() - job.began
         self._version = job.steps
-        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]] | Interrupted] = (
+            queue.SimpleQueue()
+        )
         self._events: deque[Event] = deque()
         self._timers: list[tuple[float, str]] = []
-        self._calls: deque[_Call] = deque()  # in order of submission
-        self._setting_up: deque[_Call] = deque()
+        # Calls without an answer, by worker. All of a kind have equal patience, so that in order
+        # of submission the first is the first to be overdue.
+        self._calls: OrderedDict[WorkerId, _Call] = OrderedDict()
+        self._setting_up: OrderedDict[WorkerId, _Call] = OrderedDict()
         self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
         for name in self._pool.names():
             self._set_up(name)
@@ -143,6 +148,9 @@ class Ray:
                     "Trainer(min_workers=…) begins with fewer"
                 )
         self._origin = time.monotonic() - job.began  # starting up is not training
+
+    def interrupt(self, reason: str) -> None:
+        self._inbox.put(Interrupted(reason))
 
     def now(self) -> float:
         return time.monotonic() - self._origin
@@ -184,12 +192,7 @@ class Ray:
     def execute(self, node: WorkerId, command: Command) -> None:
         match command:
             case Start(task):
-                member = self._member(task.worker)
-                self._tasks[task.id] = task, self._reducer.publish()
-                if member.busy is None:
-                    self._ship(member, task)
-                else:
-                    member.waiting.append(task.id)
+                self._start(task)
             case Cancel(id):
                 self._cancel(id)
             case Discard(id):
@@ -207,6 +210,16 @@ class Ray:
             case Send():
                 raise NotImplementedError("this engine has one node; peers need a gossip engine")
 
+    def _start(self, task: Task) -> None:
+        member = self._member(task.worker)
+        if member is None:
+            return  # it was lost a moment ago: its departure is the next news
+        self._tasks[task.id] = task, self._reducer.publish()
+        if member.busy is None:
+            self._ship(member, task)
+        else:
+            member.waiting.append(task.id)
+
     def _ship(self, member: Member, task: Task) -> None:
         """Put the one task on an actor; a straggler never gathers a queue."""
         token = Token(self._run, member.name, member.incarnation, task.id)
@@ -216,9 +229,11 @@ class Ray:
         self._call(member, task, member.actor.compute.remote(token, task, model))
 
     def _cancel(self, id: int) -> None:
-        task, _ = self._tasks.pop(id)
+        task, _ = self._tasks.pop(id, (None, None))
         self._reducer.drop(id)
-        member = self._member(task.worker)
+        member = None if task is None else self._member(task.worker)
+        if member is None:
+            return  # lost with its worker
         if member.busy is not None and member.busy.task == id:
             member.actor.abandon.remote(
                 member.busy
@@ -236,7 +251,7 @@ class Ray:
         inbox = self._inbox
         patience = self._start_timeout if task is None else self._timeout
         call = _Call(self.now() + patience, member, task)
-        (self._setting_up if task is None else self._calls).append(call)
+        (self._setting_up if task is None else self._calls)[member.name] = call
         ref.future().add_done_callback(lambda future: inbox.put((call, future)))
 
     # --- events ----------------------------------------------------------------------------------
@@ -257,16 +272,18 @@ class Ray:
         self._expire(self.now())
         if len(self._events) > known:
             return True
-        due = [calls[0].deadline for calls in (self._calls, self._setting_up) if calls]
-        first = min([until, *due])
+        books = (self._calls, self._setting_up)
+        first = min([until, *(next(iter(calls.values())).deadline for calls in books if calls)])
         if first == inf:
             return False
         try:
-            call, future = self._inbox.get(timeout=max(first - self.now(), 0.0))
+            message = self._inbox.get(timeout=max(first - self.now(), 0.0))
         except queue.Empty:
             return True
-        if self._is_current(call):
-            self._take(call, future)
+        if isinstance(message, Interrupted):
+            self._events.append(message)
+        elif self._is_current(message[0]):
+            self._take(*message)
         return True
 
     def _is_current(self, call: _Call) -> bool:
@@ -274,26 +291,21 @@ class Ray:
         return self._pool.members.get(call.member.name) is call.member
 
     def _expire(self, now: float) -> None:
-        """Give up workers whose call is overdue, and forget calls that were answered."""
+        """Give up the workers whose call is overdue."""
         for calls in (self._calls, self._setting_up):
-            while calls and (calls[0].deadline <= now or self._answered(calls[0])):
-                call = calls.popleft()
-                if not self._answered(call):
-                    if call.task is None:
-                        why = f"did not come up in {self._start_timeout:g} s"
-                    else:
-                        why = f"did not finish task {call.task.id} in {self._timeout:g} s"
-                    self._lose(call.member, why)
-
-    def _answered(self, call: _Call) -> bool:
-        if not self._is_current(call):
-            return True
-        if call.task is None:
-            return call.member.joined
-        return call.member.busy is None or call.member.busy.task != call.task.id
+            while calls and (call := next(iter(calls.values()))).deadline <= now:
+                if call.task is None:
+                    why = f"did not come up in {self._start_timeout:g} s"
+                else:
+                    why = f"did not finish task {call.task.id} in {self._timeout:g} s"
+                self._lose(call.member, why)
 
     def _take(self, call: _Call, future: Future[Any]) -> None:
         member = call.member
+        calls = self._setting_up if call.task is None else self._calls
+        if calls.get(member.name) is not call:
+            return  # answered before
+        del calls[member.name]
         error = future.exception()
         if error is not None:
             if not isinstance(error, ray.exceptions.RayError) or isinstance(
@@ -303,7 +315,7 @@ class Ray:
             self._lose(member, type(error).__name__)
             return
         match future.result():
-            case Place() as place if not member.joined:
+            case Place() as place:
                 member.place, member.joined = place, True
                 self._events.append(Joined(member.name))
             case Answer() as answer:
@@ -319,6 +331,8 @@ class Ray:
         """Count a worker as gone, make sure that it is, and start another in its place."""
         assert self._pool is not None
         logger.warning("worker %s is lost: %s", member.name, why)
+        self._calls.pop(member.name, None)
+        self._setting_up.pop(member.name, None)
         if member.joined:
             self._events.append(Left(member.name))
         for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
@@ -332,6 +346,8 @@ class Ray:
                 f"one: {why}. Ray reports {ray.available_resources().get('CPU', 0):g} CPUs free"
             )
 
-    def _member(self, name: WorkerId) -> Member:
+    def _member(self, name: WorkerId) -> Member | None:
+        """Return the worker, None if the one that was meant is gone."""
         assert self._pool is not None
-        return self._pool.members[name]
+        member = self._pool.members.get(name)
+        return member if member is not None and member.joined else None

@@ -1,0 +1,79 @@
+"""Makes the golden journals anew: `python tests/golden/make.py`, after a change that was meant.
+
+A journal that comes out differently means that a policy or the simulator decides differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import paceline as pl
+from paceline.core.coordinator import run
+from paceline.core.journal import Header
+from paceline.core.protocol import MAIN, Policy
+from paceline.core.state import describe
+from paceline.engines.base import Job
+from paceline.learners.base import Learner
+
+FOLDER = Path(__file__).parent
+
+
+def unequal(**more: object) -> pl.Simulator:
+    """Return three workers of different pace, one of which is away for a while."""
+    delays = [pl.Exponential(0.5), pl.ShiftedExponential(0.5, 0.5), pl.Exponential(2.0)]
+    schedule = [(1.5, pl.Left("w1")), (3.0, pl.Joined("w1"))]
+    return pl.Simulator(3, delays, pl.Link(latency=0.01), schedule=schedule, **more)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small run: what is in its file, and how it is simulated."""
+
+    policy: Callable[[], Policy]
+    steps: int
+    learner: Learner = pl.Timing(batch_size=8)
+    engine: Callable[[], pl.Simulator] = unequal
+    batch: int = 8
+
+
+QUADRATIC = pl.Quadratic((1.0, 0.25), noise=0.1, batch_size=8)
+
+CASES: dict[str, Case] = {
+    "sync": Case(lambda: pl.MinWorkers(3, pl.sync()), 5, QUADRATIC),
+    "sync_of_n": Case(lambda: pl.sync(4), 4),
+    "k_sync": Case(lambda: pl.k_sync(2), 6, QUADRATIC),
+    "k_sync_uninterrupted": Case(lambda: pl.k_sync(2), 6, engine=lambda: unequal(interrupt=False)),
+    "k_async": Case(lambda: pl.k_async(2), 8),
+    "asynchronous": Case(pl.asynchronous, 12, QUADRATIC),
+    "asynchronous_bounded": Case(lambda: pl.asynchronous(2), 12),
+    "rennala": Case(lambda: pl.rennala(4), 5),
+    "ringmaster": Case(lambda: pl.ringmaster(2), 8, QUADRATIC),
+    "ringmaster_without_stops": Case(lambda: pl.ringmaster(2, stops=False), 8),
+    "local_sgd": Case(lambda: pl.MinWorkers(3, pl.local_sgd(3)), 4, QUADRATIC),
+    "deadline": Case(lambda: pl.deadline(1.0), 8, engine=lambda: unequal(unit=2)),
+}
+
+
+def policy(name: str) -> Policy:
+    """Return the policy of a case, with its end."""
+    return pl.Until(CASES[name].policy(), steps=CASES[name].steps)
+
+
+def simulate(name: str) -> pl.Journal:
+    """Run a case and return its journal."""
+    case, engine = CASES[name], CASES[name].engine()
+    header = Header(describe(case.policy()), case.batch)
+    coordinator = pl.Coordinator(policy(name), case.batch, pl.Journal(header))
+    engine.open(Job(case.learner, case.learner.server(), seed=1))
+    run({MAIN: coordinator}, engine)
+    return coordinator.journal
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        path = FOLDER / f"{name}.jsonl"
+        journal = simulate(name)
+        journal.save(path)
+        print(f"{path.name}: {len(journal)} entries, {path.stat().st_size} bytes")
