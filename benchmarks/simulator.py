@@ -14,9 +14,8 @@ import gc
 import time
 from collections.abc import Callable
 
-from _report import OtherLoad, finish, machine, parser, table
-
 import paceline as pl
+from _report import OtherLoad, finish, machine, parser, table
 from paceline.core.coordinator import drive
 from paceline.core.protocol import MAIN, Policy
 from paceline.engines.base import Job
@@ -45,13 +44,13 @@ def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
         next(entries)
     gc.collect()  # of what earlier measurements left
     ledger = coordinator.ledger
-    events, version, stop = 0, ledger.version, False
+    events, version = 0, ledger.version
     begin = time.perf_counter()
     for _ in entries:
         events += 1
         if ledger.version != version:
-            version, stop = ledger.version, events >= least
-            if stop:
+            version = ledger.version
+            if events >= least:
                 break
     return (time.perf_counter() - begin) / events
 
@@ -59,14 +58,13 @@ def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
 def main() -> None:
     arguments = parser(__doc__).parse_args()
     load = OtherLoad()
-    repeats, least = (2, 20_000) if arguments.quick else (5, 60_000)
-    costs: dict[str, dict[int, list[float]]] = {
-        name: {n: [] for n in SIZES} for name in POLICIES
-    }
-    for _ in range(repeats):
-        for n in SIZES:
+    least = 10_000 if arguments.quick else 60_000
+    repeats = {10: 2, 1_000: 3, 100_000: 1} if arguments.quick else dict.fromkeys(SIZES, 5)
+    costs: dict[str, dict[int, list[float]]] = {name: {n: [] for n in SIZES} for name in POLICIES}
+    for repeat in range(max(repeats.values())):
+        for n in (n for n in SIZES if repeat < repeats[n]):
             for name, policy in POLICIES.items():
-                costs[name][n].append(seconds_per_event(policy(n), n, max(least, n)))
+                costs[name][n].append(seconds_per_event(policy(n), n, max(least, n // 2)))
 
     figures, rows = {}, []
     for name, by_size in costs.items():

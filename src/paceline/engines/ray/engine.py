@@ -40,7 +40,7 @@ from paceline.engines.base import Job
 from paceline.engines.ray.cluster import connect
 from paceline.engines.ray.pool import Member, Pool
 from paceline.engines.ray.reducer import DriverReducer, Reducer
-from paceline.engines.ray.worker import Answer, Place, Token
+from paceline.engines.ray.worker import Place, Token, pack, read
 from paceline.learners.base import Saved
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Ray:
         assert self._pool is not None
         for member in self._pool.members.values():
             if member.busy is not None:
-                member.actor.abandon.remote(member.busy)
+                member.actor.abandon.remote(tuple(member.busy))
             member.busy, member.joined = None, False
             member.waiting.clear()
         self._events.clear()
@@ -226,7 +226,7 @@ class Ray:
         self._reducer.expect(token)
         member.busy = token
         _, model = self._tasks[task.id]
-        self._call(member, task, member.actor.compute.remote(token, task, model))
+        self._call(member, task, member.actor.compute.remote(pack(token, task), model))
 
     def _cancel(self, id: int) -> None:
         task, _ = self._tasks.pop(id, (None, None))
@@ -318,7 +318,8 @@ class Ray:
             case Place() as place:
                 member.place, member.joined = place, True
                 self._events.append(Joined(member.name))
-            case Answer() as answer:
+            case reply:
+                answer = read(reply)
                 member.busy = None
                 if member.waiting:
                     self._ship(member, self._tasks[member.waiting.popleft()][0])

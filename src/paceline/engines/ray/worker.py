@@ -6,11 +6,11 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import ray
 
-from paceline.core.protocol import Stats, Task, TaskId, WorkerId
+from paceline.core.protocol import Stats, Task, TaskId, Work, WorkerId
 from paceline.learners.base import Array, Learner, Replica
 
 
@@ -32,8 +32,7 @@ class Place:
     started: str  # tells the process from a later one with the same pid
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a worker returns: its vector lies in the object store, outside of the pickle."""
 
     token: Token
@@ -41,6 +40,43 @@ class Answer:
     samples: int
     seconds: float
     stats: Stats
+
+
+# Calls carry plain tuples, which Ray packs ten times as fast as it pickles dataclasses: 0.06
+# against 0.6 ms a call, as much as all the rest of it.
+Order: TypeAlias = tuple[Any, ...]
+Reply: TypeAlias = tuple[Any, ...]
+
+
+def pack(token: Token, task: Task) -> Order:
+    """Return a task for its way to a worker."""
+    work = task.work
+    parts = None if work.parts is None else tuple(work.parts.items())
+    return (
+        *(tuple(token), task.version, task.since, task.samples, task.draw, task.attempt),
+        *(parts, work.samples, work.steps, work.budget, work.tag),
+    )
+
+
+def unpack(order: Order) -> tuple[Token, Task]:
+    """Invert `pack`; lists are what Ray makes of tuples."""
+    name, version, since, samples, draw, attempt, parts, asked, steps, budget, tag = order
+    token = Token(*name)
+    work = Work(
+        None if parts is None else dict(parts),
+        asked,
+        steps,
+        budget,
+        tuple(tag) if isinstance(tag, list) else tag,
+    )
+    task = Task(token.task, token.worker, work, version, since, samples, draw, attempt)
+    return token, task
+
+
+def read(reply: Reply) -> Answer:
+    """Return a worker's reply as an answer."""
+    name, vector, samples, seconds, stats = reply
+    return Answer(Token(*name), vector, samples, seconds, stats)
 
 
 class Worker:
@@ -57,8 +93,9 @@ class Worker:
         pid = os.getpid()
         return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
 
-    def compute(self, token: Token, task: Task, model: Array) -> Answer:
+    def compute(self, order: Order, model: Array) -> Reply:
         assert self._replica is not None
+        token, task = unpack(order)
         begin = time.monotonic()
         until = begin + task.work.budget
 
@@ -67,12 +104,12 @@ class Worker:
 
         outcome = self._replica.compute(model, task, proceed)
         seconds = time.monotonic() - begin
-        return Answer(token, outcome.vector, outcome.samples, seconds, outcome.stats)
+        return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def abandon(self, token: Token) -> None:
+    def abandon(self, token: tuple[Any, ...]) -> None:
         """Make a task end at the next piece of work."""
-        self._abandoned = token
+        self._abandoned = Token(*token)
 
 
 def start_time(pid: int) -> str:
