@@ -83,9 +83,13 @@ def write(folder: Path, snapshot: Snapshot, model: Mapping[str, Array]) -> None:
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for file in partial.iterdir():
         _flush(file)
-    shutil.rmtree(folder, ignore_errors=True)
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
     partial.rename(folder)
     _flush(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def read(path: Path | str) -> Snapshot:
@@ -113,6 +117,11 @@ def read(path: Path | str) -> Snapshot:
         server=Saved(_under("server/", arrays), data["server"]),
         engine=engine,
     )
+
+
+def exists(path: Path | str) -> bool:
+    """Tell whether there is a checkpoint at a path, or in it."""
+    return (Path(path) / "manifest.json").is_file() or bool(_complete(Path(path)))
 
 
 def newest(path: Path) -> Path:

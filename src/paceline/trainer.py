@@ -8,8 +8,9 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import count
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.core.journal import Header, Journal
 from paceline.core.protocol import MAIN, Interrupted, Policy, Step, Work
 from paceline.core.state import describe, load_state, save_state
 from paceline.engines.base import Job, TrainingEngine
+from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
 from paceline.policies.wrappers import MinWorkers, Until
@@ -99,6 +101,7 @@ class Trainer:
         self._server = learner.server()
         self._arithmetic = not isinstance(learner, Timing)
         self._snapshot: Snapshot | None = None
+        self._saved: Path | None = None
 
     def fit(
         self,
@@ -128,36 +131,41 @@ class Trainer:
             coordinator.ledger.version,
             self._min_workers,
         )
-        for callback in self._callbacks:
-            callback.started()
-        reason = "failed"
-        try:
-            self._engine.open(job, self._snapshot.engine if self._snapshot else None)
-            self._drive(coordinator, meter, until)
-            reason = coordinator.ledger.stopped or reason
-            self._snapshot = self._take(coordinator)
-            if self._checkpoints is not None:
-                self._save(self._checkpoints, self._snapshot)
-        except BaseException:
-            self._server = self._learner.server()  # back to where the books are
-            if self._snapshot is not None:
-                self._server.load(self._snapshot.server)
-            raise
-        finally:
-            self._engine.close()
-            coordinator.journal.close()
+        save_state(coordinator.policy)  # what cannot be saved is told now, not after hours
+        ended = _Reason()
+        with contextlib.ExitStack() as finally_:
+            finally_.callback(ended.tell, self._callbacks)
             for callback in self._callbacks:
-                callback.ended(reason)
+                callback.started()
+            finally_.callback(coordinator.journal.close)
+            finally_.callback(self._engine.close)
+            try:
+                self._engine.open(job, self._snapshot.engine if self._snapshot else None)
+                self._drive(coordinator, meter, until)
+                self._snapshot = self._take(coordinator)
+            except BaseException:
+                self._server = self._learner.server()  # back to where the books are
+                if self._snapshot is not None:
+                    self._server.load(self._snapshot.server)
+                raise
+            ended.text = reason = coordinator.ledger.stopped or "unknown"
+            if self._checkpoints is not None and self._is_sound(meter):
+                self._save(self._checkpoints, self._snapshot)
         model = self._server.model()
         return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason)
 
-    def resume(self, path: Path | str) -> Trainer:
+    def resume(self, path: Path | str, *, missing_ok: bool = False) -> Trainer:
         """Continue from a checkpoint, or from the newest one in a folder of them.
 
         The trainer must be made like the one that saved it. On the simulator, and on Ray under
-        `sync`, the trajectory is bit for bit the one that was interrupted.
+        `sync`, the trajectory is bit for bit the one that was interrupted. With `missing_ok` a
+        run without checkpoints begins at the beginning.
         """
+        if missing_ok and not checkpoint.exists(path):
+            return self
         snapshot = checkpoint.read(path)
+        if not isinstance(self._engine, Simulator):  # work in flight is handed out again
+            snapshot = replace(snapshot, engine=None)
         mine, theirs = self._about(), dict(snapshot.about)
         if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
             told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
@@ -202,8 +210,8 @@ class Trainer:
             state = coordinator.state()
         about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
         path = self._journal_path
-        if path is not None and snapshot is not None:  # the first journal stays
-            path = Path(path).with_stem(f"{Path(path).stem}-{snapshot.step}")
+        if path is not None:
+            path = _unused(Path(path), None if snapshot is None else snapshot.step)
         coordinator.journal = Journal(Header(describe(policy), batch, about, state), path)
         return coordinator
 
@@ -233,11 +241,17 @@ class Trainer:
                     callback.stepped(progress)
                 if until is not None and until(progress):
                     stop("the condition of until holds")
-                if self._arithmetic and not isfinite(progress.loss):
+                if not self._is_sound(meter):
                     stop(f"the loss is {progress.loss} at step {progress.step}")
                 saves = self._checkpoints
-                if saves is not None and progress.step % saves.every == 0:
+                due = saves is not None and progress.step % saves.every == 0
+                if saves is not None and due and self._is_sound(meter):
                     self._save(saves, self._take(coordinator))
+
+    def _is_sound(self, meter: Meter) -> bool:
+        """Tell whether the last loss is a number; a model that has lost it is not worth saving."""
+        losses = meter.columns["loss"]
+        return not self._arithmetic or not losses or isfinite(losses[-1])
 
     def _take(self, coordinator: Coordinator) -> Snapshot:
         assert isinstance(coordinator.policy, Until)
@@ -256,6 +270,9 @@ class Trainer:
 
     def _save(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
         folder = checkpoints.folder(snapshot.step)
+        if self._saved == folder:  # at the last step, and then at the end
+            return
+        self._saved = folder
         checkpoint.write(folder, snapshot, self._server.export())
         checkpoints.prune()
         logger.info("saved %s", folder)
@@ -267,6 +284,24 @@ class Trainer:
             "seed": self._seed,
             "policy": describe(self._policy),
         }
+
+
+@dataclass
+class _Reason:
+    """Why a run ended, to be told when all else is closed."""
+
+    text: str = "failed"
+
+    def tell(self, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            callback.ended(self.text)
+
+
+def _unused(path: Path, step: int | None) -> Path:
+    """Return a name for a journal that is not taken: an earlier one is never overwritten."""
+    stem = path.stem if step is None else f"{path.stem}-{step}"
+    names = (path.with_stem(stem if n == 1 else f"{stem}.{n}") for n in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _check(policy: Policy, learner: Learner, workers: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
@@ -188,6 +190,41 @@ def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
     finished = [e.event.task for e in run.journal if isinstance(e.event, Finished)]
     assert len(finished) == len(set(finished))
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]
+
+
+def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
+    """The driver is busy for longer than the timeout, as with an evaluation in a callback."""
+
+    def evaluate() -> None:
+        begin = time.monotonic()
+        while time.monotonic() - begin < 3.0:
+            torch.eye(300) @ torch.eye(300)
+
+    with pl.Ray(workers=2, timeout=2, start_timeout=60) as engine:
+        run = pl.Trainer(
+            make_learner(), pl.sync(2), engine, progress=False, callbacks=[At(3, evaluate)]
+        ).fit(steps=6)
+        assert run.steps == 6 and not [event for event in lives(run) if isinstance(event, Left)]
+
+
+def test_a_learner_that_cannot_be_sent_is_told_of_and_leaves_nothing_behind() -> None:
+    learner = make_learner()
+    broken = pl.TorchLearner(
+        learner.model, learner.loss, learner.optimizer, Unsendable(), learner.batch_size
+    )
+    with pl.Ray(workers=1, start_timeout=60) as engine:
+        with pytest.raises(TypeError, match="cannot be sent"):
+            pl.Trainer(broken, pl.sync(), engine, progress=False).fit(steps=1)
+        run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=2)
+        assert run.steps == 2
+
+
+class Unsendable(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(4, 20), torch.zeros(4).long())
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot be sent")
 
 
 def test_results_do_not_pile_up_in_the_object_store(ray_workers: pl.Ray) -> None:

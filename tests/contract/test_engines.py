@@ -228,6 +228,16 @@ def test_batch_norm_and_dropout_are_the_same_on_every_engine(engine: TrainingEng
     assert one.model[1].num_batches_tracked == 10
 
 
+def test_deadline_steps_in_time_on_what_was_done(engine: TrainingEngine) -> None:
+    learner = make_learner(micro_batch=2)
+    run = pl.Trainer(learner, pl.deadline(0.2), engine, progress=False).fit(steps=8)
+    assert run.steps == 8
+    assert np.diff(run.metrics["seconds"]).max() < 2.0  # a step may come late, never not at all
+    assert run.metrics["samples"].max() <= 4 * 64
+    assert run.metrics["loss"][-1] < run.metrics["loss"][0]
+    assert pl.replay(run.policy, run.journal) == run.journal
+
+
 def test_diloco_trains(engine: TrainingEngine) -> None:
     learner = make_learner(outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))
     run = pl.Trainer(learner, pl.local_sgd(steps=5), engine, progress=False).fit(steps=12)

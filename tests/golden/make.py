@@ -44,7 +44,9 @@ CASES: dict[str, Case] = {
     "sync": Case(lambda: pl.MinWorkers(3, pl.sync()), 5, QUADRATIC),
     "sync_of_n": Case(lambda: pl.sync(4), 4),
     "k_sync": Case(lambda: pl.k_sync(2), 6, QUADRATIC),
-    "k_sync_uninterrupted": Case(lambda: pl.k_sync(2), 6, engine=lambda: unequal(interrupt=False)),
+    "k_sync_uninterrupted": Case(
+        lambda: pl.k_sync(2), 6, engine=lambda: unequal(interruptible=False)
+    ),
     "k_async": Case(lambda: pl.k_async(2), 8),
     "asynchronous": Case(pl.asynchronous, 12, QUADRATIC),
     "asynchronous_bounded": Case(lambda: pl.asynchronous(2), 12),

@@ -1,14 +1,16 @@
 """Who is here, what runs, what is held: the books that every policy reads.
 
-All rules about what may follow what live here, so policies and engines need none. Every
-operation costs the same with ten workers as with a million: the collections that policies look
-at from the front are `OrderedDict`s, since a plain dict scans the gaps its removals leave.
+All rules about what may follow what live here, so policies and engines need none. An operation
+costs the same with ten workers as with a million (only `outstanding` looks at each stale version
+that still runs): the collections that policies look at from the front are `OrderedDict`s, since a
+plain dict scans the gaps its removals leave.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf, isfinite
 
 from paceline.core.protocol import (
@@ -152,7 +154,8 @@ class Ledger:
     def abandon(self) -> None:
         """Count everyone as gone and all unused work as lost, as after a restart."""
         unused = [*(result.task for result in self.held.values()), *self.running.values()]
-        self._lose(sorted(unused, key=lambda task: task.id))
+        for task in sorted(unused, key=lambda task: task.id):  # no worker's death: no attempt
+            self.lost[task.id] = replace(task, attempt=task.attempt - 1)
         for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
             book.clear()
         for index in (self.timers, self._results, self._tasks, self._by_version):

@@ -140,7 +140,9 @@ def describe(thing: Any) -> str:
         given += [f"{name}={describe(value)}" for name, value in thing.keywords.items()]
         return f"partial({', '.join([describe(thing.func), *given])})"
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
-        return repr(thing)
+        # Python's own repr of an object is an address, which is another in each process.
+        plain = type(thing).__repr__ is not object.__repr__
+        return repr(thing) if plain else f"{type(thing).__name__}()"
     given = [
         f"{f.name}={describe(value)}"
         for f in dataclasses.fields(thing)

@@ -39,7 +39,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.core.state import decode, encode
-from paceline.delays.compound import Delays, resolve
+from paceline.delays.compound import Delays, PerWorker, resolve
 from paceline.delays.models import Delay, Exponential
 from paceline.engines.base import Job
 from paceline.learners.arrays import Timing
@@ -86,7 +86,8 @@ class Simulator:
     link: the workers' connections; one for all or one for each.
     update: seconds a step takes on the server.
     schedule: departures and arrivals, as pairs (seconds, Left("w3") | Joined("w3")).
-    interrupt: whether cancelled work ends at once, or blocks its worker until it is done.
+    interruptible: whether cancelled work ends at once, or blocks its worker until it is done, as
+        it does on Ray unless the learner has micro-batches.
     """
 
     def __init__(
@@ -98,20 +99,35 @@ class Simulator:
         unit: float | None = None,
         update: float = 0.0,
         schedule: Sequence[tuple[float, Joined | Left]] = (),
-        interrupt: bool = True,
+        interruptible: bool = True,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: use at least 1")
         if update < 0 or (unit is not None and unit <= 0):
             raise ValueError(f"update={update}, unit={unit}: use update >= 0 and unit > 0")
         self.size = workers
+        if not isinstance(delays, Delay | PerWorker):
+            delays = PerWorker(delays)  # once, and not for each worker
         self._delays, self._link = delays, link
         self._unit, self._update = unit, update
-        self._schedule, self._interrupt = tuple(schedule), interrupt
+        self._schedule, self._interruptible = tuple(schedule), interruptible
+        self._check_schedule()
         self._queue: list[tuple[float, int, Event | Task]] = []  # closed even if opening failed
 
     def __repr__(self) -> str:
-        return f"Simulator(workers={self.size}, delays={self._delays!r}, link={self._link!r})"
+        told = f"delays={self._delays!r}, link={self._link!r}"
+        return f"Simulator(workers={self.size}, {told if len(told) < 500 else told[:500] + '…'})"
+
+    def _check_schedule(self) -> None:
+        present = {f"w{i}": True for i in range(self.size)}
+        for at, event in sorted(self._schedule, key=lambda pair: pair[0]):
+            joins = isinstance(event, Joined)
+            if event.worker not in present:
+                raise ValueError(f"schedule names {event.worker}; there are w0 to w{self.size - 1}")
+            if present[event.worker] is joins:
+                state = "there already" if joins else "gone already"
+                raise ValueError(f"schedule: {event} at {at:g} s, but it is {state}")
+            present[event.worker] = joins
 
     def open(self, job: Job, saved: Saved | None = None) -> None:
         self._job = job
@@ -124,6 +140,7 @@ class Simulator:
         self._order = 0
         self._version = job.steps
         self._interruption: Interrupted | None = None
+        self._garbage = 0  # entries of the queue that nobody waits for
         self._queue = []
         self._tasks: dict[TaskId, Task] = {}
         self._models: dict[int, Array] = {}
@@ -140,8 +157,6 @@ class Simulator:
         for worker in self._workers:
             self._push(self._now, Joined(worker))
         for at, event in self._schedule:
-            if event.worker not in self._workers:
-                raise ValueError(f"schedule names {event.worker}; there are w0 to w{self.size - 1}")
             if at >= self._now:
                 self._push(at, event)
 
@@ -213,6 +228,7 @@ class Simulator:
         worker = self._workers[task.worker]
         run = worker.run
         if run is None or run.task.id != task.id:  # cancelled, or the worker left
+            self._garbage -= 1
             return None
         worker.run = None
         if worker.waiting:
@@ -232,8 +248,9 @@ class Simulator:
     def _cancel(self, task: Task) -> None:
         worker = self._workers[task.worker]
         if worker.run is not None and worker.run.task.id == task.id:
-            if self._interrupt:
+            if self._interruptible:
                 worker.run = None
+                self._sweep()
                 if worker.waiting:
                     self._begin(worker, worker.waiting.popleft())
             else:
@@ -242,12 +259,28 @@ class Simulator:
             worker.waiting.remove(task)
         self._forget(task)
 
+    def _sweep(self) -> None:
+        """Take cancelled tasks out of the queue once they are most of it."""
+        self._garbage += 1
+        if self._garbage > 64 and 2 * self._garbage > len(self._queue):
+            self._queue = [entry for entry in self._queue if self._is_live(entry[2])]
+            heapq.heapify(self._queue)
+            self._garbage = 0
+
+    def _is_live(self, item: Event | Task) -> bool:
+        if not isinstance(item, Task):
+            return True
+        run = self._workers[item.worker].run
+        return run is not None and run.task.id == item.id
+
     def _leave(self, name: WorkerId) -> None:
         worker = self._workers[name]
         gone = [*worker.waiting]
         if worker.run is not None and worker.run.wanted:
             gone.append(worker.run.task)
-        worker.run = None
+        if worker.run is not None:
+            worker.run = None
+            self._sweep()
         worker.waiting.clear()
         for task in gone:
             self._forget(task)
@@ -300,7 +333,7 @@ class Simulator:
             "order": self._order,
             "version": self._version,
             "rng": self._rng.bit_generator.state,
-            "queue": [list(item) for item in self._queue],
+            "queue": sorted([*item] for item in self._queue if self._is_live(item[2])),
             "tasks": list(self._tasks.values()),
             "losses": {id: loss for id, (_, loss) in self._results.items()},
             "workers": workers,

@@ -32,6 +32,13 @@ class FlatModule:
                 )
         self.parameters = [parameter for _, parameter in named]
         self._buffers = list(_buffers(module, persistent=True))
+        for place in self._buffers:
+            b = place.buffer
+            if not (b.is_floating_point() or torch.equal(b.float().to(b.dtype), b)):
+                raise ValueError(
+                    f"buffer {place.name} has whole numbers beyond 2**24, which do not survive as "
+                    "float32 on the wire; register it with persistent=False"
+                )
         scratch = _buffers(module, persistent=False)
         self._scratch = [(place, place.buffer.clone()) for place in scratch]
         self.trainable = sum(p.numel() for p in self.parameters)

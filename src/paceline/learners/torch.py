@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any, TypeAlias, cast
 
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.core.protocol import Stat, Task, Work
-from paceline.core.state import decode, encode
+from paceline.core.state import decode, describe, encode
 from paceline.data.sampling import SHARED, Stream, generator
 from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
 from paceline.learners.flat import FlatModule, as_tensor, flat_size
@@ -63,13 +64,21 @@ class TorchLearner:
             raise ValueError(
                 f"batch_size={self.batch_size}, micro_batch={self.micro_batch}: use at least 1"
             )
-        if not (hasattr(self.dataset, "__getitem__") or callable(self.dataset)):
+        if not (self._is_open() or callable(self.dataset)):
             raise ValueError(
                 f"dataset {type(self.dataset).__name__} is neither map-style (__len__ and "
                 "__getitem__) nor a function that opens such a dataset"
             )
 
-    @property
+    def _is_open(self) -> bool:
+        given = self.dataset
+        return (
+            not isinstance(given, type)
+            and hasattr(given, "__getitem__")
+            and hasattr(given, "__len__")
+        )
+
+    @cached_property
     def examples(self) -> int:
         return len(self.open_dataset())  # type: ignore[arg-type]
 
@@ -78,9 +87,9 @@ class TorchLearner:
         return 4 * flat_size(self.model)
 
     def open_dataset(self) -> Dataset[Any]:
-        if hasattr(self.dataset, "__getitem__"):
+        if self._is_open():
             return cast(Dataset[Any], self.dataset)
-        return self.dataset()
+        return cast(Callable[[], Dataset[Any]], self.dataset)()
 
     def replica(self, seed: int) -> TorchReplica:
         return TorchReplica(self, seed)
@@ -110,6 +119,10 @@ class TorchLearner:
             "batch_size": self.batch_size,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "threads": self.threads,
+            "examples": self.examples,
+            "optimizer": describe(self.optimizer),
+            "outer": describe(self.outer),
+            "scheduler": describe(self.scheduler),
         }
 
 

@@ -180,7 +180,8 @@ class Gather:
     def _hand_out(self, view: View) -> Iterator[Command]:
         candidates = view.idle if self.refill else view.free
         if candidates:
-            wanted = self._wanted(view)
+            greedy = self.refill and isinstance(self.select, Everyone)
+            wanted = len(candidates) if greedy else self._wanted(view)
             chosen = self.select.choose(view, candidates, wanted)
             # Without a fixed k, who joins in mid-round waits for the next one.
             limit = max(wanted, 0) if self.k is None and not self.refill else None

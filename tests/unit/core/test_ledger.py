@@ -382,14 +382,14 @@ def test_abandon_counts_all_unused_work_as_lost() -> None:
     assert ledger.outstanding(0) == 2
 
 
-def test_abandon_drops_what_was_tried_too_often() -> None:
-    ledger = books(*(f"w{i}" for i in range(MAX_ATTEMPTS)))
+def test_to_be_abandoned_is_not_a_failed_attempt() -> None:
+    ledger = books("w0")
     task = assign(ledger, "w0")
-    for attempt in range(1, MAX_ATTEMPTS):
-        ledger.record(0.0, Left(task.worker))
-        task = assign(ledger, f"w{attempt}", redo=task.id)
-    ledger.abandon()
-    assert not ledger.lost
+    for _ in range(2 * MAX_ATTEMPTS):
+        ledger.abandon()
+        ledger.record(0.0, Joined("w0"))
+        task = assign(ledger, "w0", redo=task.id)
+        assert (task.draw, task.attempt) == (0, 1)
 
 
 # --- timers --------------------------------------------------------------------------------------

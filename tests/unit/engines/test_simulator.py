@@ -194,7 +194,7 @@ def test_cancelled_work_ends_at_once() -> None:
 
 
 def test_what_cannot_be_interrupted_blocks_its_worker() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1, interrupt=False))
+    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1, interruptible=False))
     execute(engine, Start(task(0, samples=8)), SetTimer("t", 3.0))
     engine.next_event()
     execute(engine, Cancel(0), Start(task(1)), Start(task(2)), Cancel(1))
@@ -207,7 +207,7 @@ def test_what_cannot_be_interrupted_blocks_its_worker() -> None:
 def test_without_interruption_k_sync_waits_for_the_blocked() -> None:
     """w0 makes a step a second; w1 needs 2.5, and what it brings is of a version long gone."""
     delays = [pl.Fixed(1.0), pl.Fixed(2.5)]
-    engine = pl.Simulator(2, delays, unit=1, interrupt=False)
+    engine = pl.Simulator(2, delays, unit=1, interruptible=False)
     run = train(pl.Timing(1), pl.k_sync(1), engine, steps=6)
     assert run.metrics["seconds"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     late = [(entry.now, c) for entry in run.journal for c in entry.commands if type(c) is Discard]
@@ -307,7 +307,8 @@ def test_one_who_left_delivers_nothing() -> None:
 def test_one_who_left_while_blocked_returns_unblocked() -> None:
     schedule = [(1.0, Left("w0")), (2.0, Joined("w0"))]
     engine = opened(
-        pl.Simulator(1, pl.Fixed(1.0), unit=1, schedule=schedule, interrupt=False), pl.Quadratic()
+        pl.Simulator(1, pl.Fixed(1.0), unit=1, schedule=schedule, interruptible=False),
+        pl.Quadratic(),
     )
     execute(engine, Start(task(0, samples=9)), Cancel(0), Start(task(1)))
     assert engine.next_event() == (1.0, MAIN, Left("w0"))
@@ -326,7 +327,7 @@ def test_all_gone_is_a_stall_that_tells_its_books() -> None:
 
 
 def test_a_schedule_before_the_beginning_is_past() -> None:
-    schedule = [(1.0, Left("w0")), (7.0, Left("w0"))]
+    schedule = [(1.0, Left("w0")), (2.0, Joined("w0")), (7.0, Left("w0"))]
     engine = opened(pl.Simulator(1, schedule=schedule), began=5.0, steps=3)
     assert engine.next_event() == (7.0, MAIN, Left("w0"))
     assert engine.next_event() is None
@@ -370,7 +371,7 @@ def lively(interrupt: bool = True) -> pl.Simulator:
     delays = [burst, pl.Trace([0.5, 1.5, 0.25]), pl.LogNormal(1.0, 0.5), pl.Exponential(1.0)]
     schedule = [(2.0, Left("w1")), (5.0, Joined("w1")), (6.0, Left("w3"))]
     links = [pl.Link(0.01, 1e5, 1e4), pl.Link()]
-    return pl.Simulator(4, delays, links, update=0.01, schedule=schedule, interrupt=interrupt)
+    return pl.Simulator(4, delays, links, update=0.01, schedule=schedule, interruptible=interrupt)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -619,6 +619,10 @@ def test_what_a_recipe_tells_of_itself() -> None:
         "batch_size": 12,
         "parameters": 6 * 8 + 8 + 16 + 8 * 2 + 2,
         "threads": 1,
+        "examples": 64,
+        "optimizer": "partial(SGD, lr=0.1)",
+        "outer": "None",
+        "scheduler": "None",
     }
     assert recipe.message_bytes == 4 * (90 + 17)
     assert recipe.examples == 64

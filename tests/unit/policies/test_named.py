@@ -322,7 +322,7 @@ def test_shares_are_off_by_fewer_than_k_samples(policy: pl.Gather) -> None:
 
 def test_a_late_result_reaches_no_step() -> None:
     """Where work cannot be interrupted, what was cancelled still arrives, and is thrown away."""
-    run = train(pl.k_sync(2), interrupt=False)
+    run = train(pl.k_sync(2), interruptible=False)
     cancelled: set[int] = set()
     late = 0
     for entry in run.journal:

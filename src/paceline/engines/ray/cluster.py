@@ -21,7 +21,8 @@ _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 def connect(address: str | None, workers: int, message_bytes: int) -> bool:
     """Make sure that Ray runs; return whether it was started here and is ours to stop.
 
-    Room in the object store is for the model and a result of each worker, thrice over.
+    Room in the object store is for the model and a result of each worker, thrice over, and at
+    least a gigabyte, since a dataset that is given as such goes through it.
     """
     if ray.is_initialized():
         return False
@@ -34,7 +35,7 @@ def connect(address: str | None, workers: int, message_bytes: int) -> bool:
     ray.init(
         address="local",  # never join a cluster that happens to be running
         include_dashboard=False,
-        object_store_memory=max(256 * 2**20, 3 * (workers + 2) * message_bytes),
+        object_store_memory=max(2**30, 3 * (workers + 2) * message_bytes),
         _node_ip_address=_LOOPBACK,
         **quiet,
     )

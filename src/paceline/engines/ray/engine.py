@@ -46,6 +46,9 @@ from paceline.learners.base import Saved
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_WAIT = 3600.0  # what a lock can wait for has a limit
+
+
 class WorkersLost(RuntimeError):
     """No worker is left, and none may be started again."""
 
@@ -92,7 +95,25 @@ class Ray:
         self._pool: Pool | None = None
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget everything about a job."""
         self._job: Job | None = None
+        self._run = ""
+        self._reducer: Reducer | None = None
+        self._learner: Any = None
+        self._origin = 0.0
+        self._version = 0
+        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]] | Interrupted]
+        self._inbox = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._timers: list[tuple[float, str]] = []
+        # Calls without an answer, by worker. All of a kind have equal patience, so that in order
+        # of submission the first is the first to be overdue.
+        self._calls: OrderedDict[WorkerId, _Call] = OrderedDict()
+        self._setting_up: OrderedDict[WorkerId, _Call] = OrderedDict()
+        self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
 
     def __repr__(self) -> str:
         return f"Ray(workers={self.size})"
@@ -111,34 +132,26 @@ class Ray:
         self.shutdown()
 
     def pids(self) -> dict[WorkerId, int]:
-        """Return the process of each worker that is up."""
-        members = self._pool.members if self._pool else {}
-        return {name: m.place.pid for name, m in members.items() if m.place is not None}
+        """Return the process of each worker that is up on this machine."""
+        return self._pool.pids() if self._pool else {}
 
     # --- one job ---------------------------------------------------------------------------------
 
     def open(self, job: Job, saved: Saved | None = None) -> None:
         if saved is not None:
             raise ValueError("Ray cannot take over work in flight; it is handed out again")
-        if self._pool is None:
+        self._clear()
+        if not ray.is_initialized():
             self._ours = connect(self._address, self.size, job.learner.message_bytes)
-            self._pool = Pool(self.size, self._respawns, self._cpus, self._gpus)
+        if self._pool is None:
+            self._pool = Pool(self._respawns, self._cpus, self._gpus, self.size, self._ours)
+        self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        self._reducer: Reducer = DriverReducer(job.server)
+        self._reducer = DriverReducer(job.server)
         self._learner = ray.put(job.learner)
         self._origin = time.monotonic() - job.began
         self._version = job.steps
-        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]] | Interrupted] = (
-            queue.SimpleQueue()
-        )
-        self._events: deque[Event] = deque()
-        self._timers: list[tuple[float, str]] = []
-        # Calls without an answer, by worker. All of a kind have equal patience, so that in order
-        # of submission the first is the first to be overdue.
-        self._calls: OrderedDict[WorkerId, _Call] = OrderedDict()
-        self._setting_up: OrderedDict[WorkerId, _Call] = OrderedDict()
-        self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
         for name in self._pool.names():
             self._set_up(name)
         while (up := sum(m.joined for m in self._pool.members.values())) < job.min_workers:
@@ -160,26 +173,18 @@ class Ray:
 
     def close(self) -> None:
         """End the job. Outside of a `with` block the workers end with it."""
-        if self._job is None:
-            return
-        self._job = None
-        assert self._pool is not None
-        for member in self._pool.members.values():
+        for member in self._pool.members.values() if self._pool else ():
             if member.busy is not None:
                 member.actor.abandon.remote(tuple(member.busy))
             member.busy, member.joined = None, False
             member.waiting.clear()
-        self._events.clear()
-        self._tasks.clear()
-        self._calls.clear()
-        self._setting_up.clear()
-        del self._reducer, self._learner
+        self._clear()
         if not self._keep:
             self.shutdown()
 
     def shutdown(self) -> None:
         """Kill the workers, and stop Ray if it was started here."""
-        self.close()
+        self._clear()
         if self._pool is not None:
             self._pool.end()
             self._pool = None
@@ -196,10 +201,10 @@ class Ray:
             case Cancel(id):
                 self._cancel(id)
             case Discard(id):
-                self._reducer.drop(id)
+                self._results().drop(id)
             case Step(weights, _, keep):
                 assert self._job is not None
-                stats = self._reducer.step(weights, keep, self._job.wants)
+                stats = self._results().step(weights, keep, self._job.wants)
                 self._version += 1
                 self._events.append(Stepped(self._version, stats))
             case SetTimer(name, at):
@@ -214,7 +219,7 @@ class Ray:
         member = self._member(task.worker)
         if member is None:
             return  # it was lost a moment ago: its departure is the next news
-        self._tasks[task.id] = task, self._reducer.publish()
+        self._tasks[task.id] = task, self._results().publish()
         if member.busy is None:
             self._ship(member, task)
         else:
@@ -223,14 +228,14 @@ class Ray:
     def _ship(self, member: Member, task: Task) -> None:
         """Put the one task on an actor; a straggler never gathers a queue."""
         token = Token(self._run, member.name, member.incarnation, task.id)
-        self._reducer.expect(token)
+        self._results().expect(token)
         member.busy = token
         _, model = self._tasks[task.id]
         self._call(member, task, member.actor.compute.remote(pack(token, task), model))
 
     def _cancel(self, id: int) -> None:
         task, _ = self._tasks.pop(id, (None, None))
-        self._reducer.drop(id)
+        self._results().drop(id)
         member = None if task is None else self._member(task.worker)
         if member is None:
             return  # lost with its worker
@@ -268,17 +273,14 @@ class Ray:
 
     def _wait(self, until: float) -> bool:
         """Take in one answer, or what has become of an overdue one; False if none can come."""
-        known = len(self._events)
-        self._expire(self.now())
-        if len(self._events) > known:
-            return True
         books = (self._calls, self._setting_up)
         first = min([until, *(next(iter(calls.values())).deadline for calls in books if calls)])
-        if first == inf:
+        if first == inf and self._inbox.empty():
             return False
-        try:
-            message = self._inbox.get(timeout=max(first - self.now(), 0.0))
+        try:  # what has arrived is not overdue, however long nobody looked
+            message = self._inbox.get(timeout=min(max(first - self.now(), 0.0), _LONGEST_WAIT))
         except queue.Empty:
+            self._expire(self.now())
             return True
         if isinstance(message, Interrupted):
             self._events.append(message)
@@ -323,7 +325,7 @@ class Ray:
                 member.busy = None
                 if member.waiting:
                     self._ship(member, self._tasks[member.waiting.popleft()][0])
-                if self._reducer.accept(answer):
+                if self._results().accept(answer):
                     id = answer.token.task
                     self._tasks.pop(id, None)
                     self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
@@ -338,7 +340,7 @@ class Ray:
             self._events.append(Left(member.name))
         for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
             self._tasks.pop(id, None)
-            self._reducer.drop(id)
+            self._results().drop(id)
         if self._pool.replace(member):
             self._set_up(member.name)
         elif not self._pool.members:
@@ -346,6 +348,10 @@ class Ray:
                 f"all {self.size} workers are lost and respawns={self._respawns} used up; the last "
                 f"one: {why}. Ray reports {ray.available_resources().get('CPU', 0):g} CPUs free"
             )
+
+    def _results(self) -> Reducer:
+        assert self._reducer is not None
+        return self._reducer
 
     def _member(self, name: WorkerId) -> Member | None:
         """Return the worker, None if the one that was meant is gone."""
