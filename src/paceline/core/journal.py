@@ -54,7 +54,7 @@ class Journal:
         self._file: TextIO | None = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (see close)
+            self._file = open(self.path, "w", 1, encoding="utf-8")  # noqa: SIM115 (see close)
             self._file.write(json.dumps({"format": FORMAT, **asdict(self.header)}) + "\n")
 
     def append(self, entry: Entry) -> None:

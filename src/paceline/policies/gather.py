@@ -74,7 +74,7 @@ def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
 
 
 def faded(view: View, results: Collection[Result]) -> dict[TaskId, float]:
-    """Take shorter steps along older results: `mean` times 1 / (1 + delay).
+    """Let older results weigh less: `mean` times 1 / (1 + delay).
 
     In the manner of staleness-aware asynchronous SGD (Zhang et al., 2016, arXiv 1511.05950).
     """
@@ -97,8 +97,7 @@ class Gather:
     combine: the weight of each result.
 
     What was lost with a worker is handed out again before anything new, on the same samples; a
-    worker that waits computes for one that is missing. So a lost worker costs time, not a step
-    and not a sample.
+    worker that waits computes for one that is missing. So a lost worker costs time and no step.
     """
 
     k: int | Chooser | None = None

@@ -29,7 +29,7 @@ def k_async(k: int) -> Gather:
 def asynchronous(max_delay: float = inf, damping: bool = True) -> Gather:
     """Step on each arrival at most `max_delay` versions old; nobody ever waits.
 
-    With `damping` a result of delay d moves the model 1 / (1 + d) as far.
+    With `damping` a result of delay d weighs 1 / (1 + d).
     """
     combine = faded if damping else mean
     return Gather(1, max_delay, refill=True, preempt=False, combine=combine)
@@ -47,7 +47,8 @@ def ringmaster(threshold: int, stops: bool = True) -> Gather:
     """Step on each arrival whose delay is below `threshold`.
 
     Ringmaster ASGD (Maranjyan, Tyurin, Richtárik, 2025, arXiv 2501.16168). With `stops`, work
-    that has grown too old is abandoned at once; without, its result is thrown away on arrival.
+    that has grown too old is abandoned as soon as its worker can; without, its result is thrown
+    away on arrival.
     """
     if threshold < 1:
         raise ValueError(f"threshold={threshold}: no result could be used; use threshold >= 1")
