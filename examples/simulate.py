@@ -7,11 +7,11 @@ Data:    apt-get install dataset-fashion-mnist
 from functools import partial
 
 import torch
-from quickstart import loss, make_model
 from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.data.idx import fashion_mnist
+from quickstart import loss, make_model
 
 # Eight workers: 32 samples take each 80 ms and 20 ms more on average; one needs ten times as
 # long. 10 ms and 12.5 MB/s (100 Mbit/s) lie between them and the server.
