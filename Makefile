@@ -18,7 +18,7 @@ types:
 
 test:  ## fast tests and doctests, no cluster
 	$(PYTHON) -m pytest -m "not cluster" tests
-	$(PYTHON) -m pytest --doctest-modules src/paceline/core src/paceline/policies src/paceline/data src/paceline/delays -q
+	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine
 	$(PYTHON) -m pytest -m cluster tests

@@ -25,6 +25,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "k_sync(0.9 n)": lambda n: pl.k_sync(n * 9 // 10),
     "rennala(n)": pl.rennala,
     "ringmaster(n)": pl.ringmaster,
+    "ringmaster(n / 2), no stops": lambda n: pl.ringmaster(max(n // 2, 1), stops=False),
     "k_async(n / 10)": lambda n: pl.k_async(n // 10),
 }
 SIZES = (10, 1_000, 100_000)

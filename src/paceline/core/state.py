@@ -39,7 +39,11 @@ _FIELDS = {
 
 
 def encode(value: Any) -> Any:
-    """Return a value of the protocol, or of plain Python, as JSON data."""
+    """Return a value of the protocol, or of plain Python, as JSON data.
+
+    >>> encode(protocol.Step({3: 0.5}))
+    {'type': 'Step', 'weights': {'type': 'dict', 'items': [[3, 0.5]]}}
+    """
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -132,7 +136,11 @@ def load_state(thing: Any, data: Mapping[str, Any]) -> None:
 
 
 def describe(thing: Any) -> str:
-    """Return a recipe as its user would write it: defaults left out, functions by name."""
+    """Return a recipe as its user would write it: defaults left out, functions by name.
+
+    >>> describe(protocol.Work(samples=8))
+    'Work(samples=8)'
+    """
     if isinstance(thing, _FUNCTIONS):
         return thing.__name__
     if isinstance(thing, partial):

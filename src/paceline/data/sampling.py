@@ -22,6 +22,9 @@ class Stream:
     """An endless stream of sample indices: one shuffled epoch after the other.
 
     Any stretch of it can be had directly, so nobody needs to know what others have drawn.
+
+    >>> sorted(Stream(size=4, seed=0).indices(start=4, count=4).tolist())
+    [0, 1, 2, 3]
     """
 
     def __init__(self, size: int, seed: int, part: int = SHARED) -> None:

@@ -49,6 +49,9 @@ def ringmaster(threshold: int, stops: bool = True) -> Gather:
     Ringmaster ASGD (Maranjyan, Tyurin, Richtárik, 2025, arXiv 2501.16168). With `stops`, work
     that has grown too old is abandoned as soon as its worker can; without, its result is thrown
     away on arrival.
+
+    >>> ringmaster(4).max_delay
+    3
     """
     if threshold < 1:
         raise ValueError(f"threshold={threshold}: no result could be used; use threshold >= 1")
