@@ -340,7 +340,7 @@ def main() -> None:
     given = arguments.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    passes, rounds = (1, (60, 24, 10)) if given.quick else (4, (80, 40, 20))
+    passes, rounds = (1, (40, 16, 6)) if given.quick else (4, (80, 40, 20))
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     all_times: defaultdict[str, Times] = defaultdict(Times)
     connect(None, 2 * WORKERS, 4 * 795 * max(HIDDEN.values()))

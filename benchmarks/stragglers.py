@@ -169,7 +169,7 @@ def main() -> None:
     data = fashion_mnist()
     images = torch.from_numpy(data.train_images).unsqueeze(1)
     train = TensorDataset(images, torch.from_numpy(data.train_labels).long())
-    target, seeds = (1.8, [0]) if options.quick else (0.8, [0, 1, 2])
+    target, seeds = (2.0, [0]) if options.quick else (0.8, [0, 1, 2])
     if options.tune:
         tune(train, target)
         return
