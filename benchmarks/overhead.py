@@ -214,7 +214,7 @@ METHODS: dict[tuple[type, str], str] = {
     (DriverReducer, "step"): "reduce",
     (pl.Ray, "_ship"): "submit",
     (pl.Ray, "next_event"): "wait",
-    (pl.Ray, "_take"): "take",
+    (pl.Ray, "_finished"): "take",
 }
 PARTS = ("decide", "publish", "submit", "wait", "take", "reduce", "other")
 

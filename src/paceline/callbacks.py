@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any, TextIO
 
-from paceline.learners.base import Server
 from paceline.report.metrics import Meter
 from paceline.report.text import throughput
 
@@ -26,12 +25,12 @@ class Progress:
     waiting: float  # the share of the workers' time in which they had nothing to do
     throughput: float  # samples used per second
     workers: int
-    server: Server
+    _model: Callable[[], Any]
     _stop: Callable[[str], None]
 
     def model(self) -> Any:
         """Return a copy of the model as it is now, for evaluation."""
-        return self.server.model()
+        return self._model()
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
@@ -83,7 +82,11 @@ class ProgressLine(Callback):
 
 
 def progress_of(
-    meter: Meter, examples: int | None, workers: int, server: Server, stop: Callable[[str], None]
+    meter: Meter,
+    examples: int | None,
+    workers: int,
+    model: Callable[[], Any],
+    stop: Callable[[str], None],
 ) -> Progress:
     """Return what is known after the newest step."""
     columns = meter.columns
@@ -96,6 +99,6 @@ def progress_of(
         waiting=meter.waiting,
         throughput=throughput(meter),
         workers=workers,
-        server=server,
+        _model=model,
         _stop=stop,
     )

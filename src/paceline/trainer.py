@@ -235,7 +235,7 @@ class Trainer:
                 if not any(isinstance(command, Step) for command in entry.commands):
                     continue
                 progress = progress_of(
-                    meter, examples, len(coordinator.ledger.workers), self._server, stop
+                    meter, examples, len(coordinator.ledger.workers), self._model, stop
                 )
                 for callback in self._callbacks:
                     callback.stepped(progress)
@@ -253,6 +253,11 @@ class Trainer:
         losses = meter.columns["loss"]
         return not self._arithmetic or not losses or isfinite(losses[-1])
 
+    def _model(self) -> Any:
+        """Return a copy of the model as it is now."""
+        self._engine.settle()
+        return self._server.model()
+
     def _take(self, coordinator: Coordinator) -> Snapshot:
         assert isinstance(coordinator.policy, Until)
         assert isinstance(coordinator.policy.inner, MinWorkers)
@@ -260,11 +265,12 @@ class Trainer:
             "policy": save_state(coordinator.policy.inner.inner),
             "ledger": save_state(coordinator.ledger),
         }
+        self._engine.settle()
         return Snapshot(
             coordinator.ledger.version,
             self._about(),
             state,
-            self._server.save(),
+            self._server.save().copy(),
             self._engine.save(),
         )
 

@@ -176,17 +176,17 @@ def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
     """Ray delivers at least once when calls are retried: hand every answer over three times."""
     learner = make_learner()
     trainer = pl.Trainer(learner, pl.asynchronous(), ray_workers, progress=False)
-    take = ray_workers._take
+    finish = ray_workers._finished
 
-    def thrice(call: object, future: object) -> None:
+    def thrice(member: object, future: object) -> None:
         for _ in range(3):
-            take(call, future)  # type: ignore[arg-type]
+            finish(member, future)  # type: ignore[arg-type]
 
-    ray_workers._take = thrice  # type: ignore[method-assign]
+    ray_workers._finished = thrice  # type: ignore[method-assign]
     try:
         run = trainer.fit(steps=20)
     finally:
-        del ray_workers._take
+        del ray_workers._finished
     finished = [e.event.task for e in run.journal if isinstance(e.event, Finished)]
     assert len(finished) == len(set(finished))
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]

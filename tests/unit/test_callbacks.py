@@ -30,7 +30,7 @@ class Clock:
 
 
 def progress(step: int = 1, **changed: float) -> Progress:
-    made = Progress(step, 2.5, 0.125, 64, 0.5, 0.25, 25.6, 4, SERVER, lambda reason: None)
+    made = Progress(step, 2.5, 0.125, 64, 0.5, 0.25, 25.6, 4, SERVER.model, lambda reason: None)
     return replace(made, **changed)  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def meter() -> Meter:
 
 def test_progress_is_read_from_the_figures() -> None:
     told: list[str] = []
-    seen = progress_of(meter(), 16, 2, SERVER, told.append)
+    seen = progress_of(meter(), 16, 2, SERVER.model, told.append)
     assert (seen.step, seen.seconds, seen.loss, seen.samples) == (1, 4.0, 0.5, 8)
     assert (seen.epoch, seen.throughput, seen.workers) == (0.5, 2.0, 2)
     assert seen.waiting == pytest.approx(1 / 5)
@@ -104,7 +104,7 @@ def test_progress_is_read_from_the_figures() -> None:
     assert told == ["enough"]
     assert seen.model().tolist() == [1.0]
     assert seen.model() is not SERVER.vector
-    assert isnan(progress_of(meter(), None, 2, SERVER, told.append).epoch)
+    assert isnan(progress_of(meter(), None, 2, SERVER.model, told.append).epoch)
 
 
 def test_a_callback_may_leave_everything_out() -> None:

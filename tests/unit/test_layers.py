@@ -40,7 +40,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # One file each, so that the rest works without them.
 ONLY_IN = {
-    "torch": {"learners/torch.py", "learners/flat.py"},
+    "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")},
     "hypothesis": {"testing/histories.py"},
 }
 # Below the engines nothing reads a clock or module-level randomness.

@@ -35,6 +35,9 @@ class TrainingEngine(Engine, Protocol):
     def save(self) -> Saved | None:
         """Return what `open` needs to go on exactly here; None if work in flight cannot be."""
 
+    def settle(self) -> None:
+        """Bring the job's server to the newest version, wherever the engine keeps the model."""
+
     def interrupt(self, reason: str) -> None:
         """Report `Interrupted` next. May be called from a signal handler."""
 

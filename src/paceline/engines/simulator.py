@@ -160,6 +160,9 @@ class Simulator:
             if at >= self._now:
                 self._push(at, event)
 
+    def settle(self) -> None:
+        pass
+
     def interrupt(self, reason: str) -> None:
         self._interruption = Interrupted(reason)
 
@@ -239,7 +242,7 @@ class Simulator:
             del self._tasks[task.id]
             return Finished(task.id, run.samples, run.seconds)
         model = self._models[task.version]
-        outcome = self._replica.compute(model, task, lambda done: done < run.samples)
+        outcome = self._replica.compute([model], task, lambda done: done < run.samples)
         self._forget(task)
         vector = None if outcome.vector is None else np.array(outcome.vector)
         self._results[task.id] = vector, outcome.stats.get("loss")

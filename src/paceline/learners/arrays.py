@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,27 +12,50 @@ from numpy.typing import NDArray
 
 from paceline.core.protocol import Stat, Task, Work
 from paceline.data.sampling import SHARED, Stream, generator
-from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
+from paceline.learners.base import (
+    Array,
+    Direction,
+    Layout,
+    Outcome,
+    Proceed,
+    Recipe,
+    Saved,
+    Span,
+    Steps,
+    Sums,
+)
 
 Vector = NDArray[np.float64]
 
 
-class ArrayServer:
+class ArrayServer(Steps):
     """Plain SGD: x <- x - lr * sum of weight * result."""
+
+    needs_totals = False
 
     def __init__(self, start: Vector, lr: float) -> None:
         self.vector = np.array(start, dtype=np.float64)
         self._lr = lr
         self._direction = Direction()
+        self._sum = np.zeros_like(self.vector)
 
-    def step(
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.vector.size)
+
+    def recipe(self, span: Span) -> Recipe:
+        return partial(_zeros, span[1] - span[0], self._lr)
+
+    def reduce(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
-    ) -> dict[Stat, float]:
-        direction = np.zeros_like(self.vector)
+    ) -> Sums:
+        self._sum = np.zeros_like(self.vector)
         for weight, vector in zip(weights, vectors, strict=True):
-            direction += weight * vector
-        self.vector -= self._lr * direction
-        return self._direction.stats(direction, wants)
+            self._sum += weight * vector
+        return self._direction.sums(self._sum, wants)
+
+    def apply(self, totals: Sums) -> None:
+        self.vector -= self._lr * self._sum
 
     def model(self) -> Vector:
         return self.vector.copy()
@@ -40,11 +64,15 @@ class ArrayServer:
         return {"x": self.vector.copy()}
 
     def save(self) -> Saved:
-        return Saved({"vector": self.vector.copy(), **self._direction.save()}, {})
+        return Saved({"values": self.vector, **self._direction.save()}, {})
 
     def load(self, saved: Saved) -> None:
-        self.vector[:] = saved.arrays["vector"]
+        self.vector[:] = saved.arrays["values"]
         self._direction.load(saved.arrays)
+
+
+def _zeros(size: int, lr: float) -> ArrayServer:
+    return ArrayServer(np.zeros(size), lr)
 
 
 class ArrayReplica:
@@ -55,9 +83,9 @@ class ArrayReplica:
         size = problem.examples
         self._stream = None if size is None else Stream(size, seed)
 
-    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         self._problem.check(task.work)
-        x = np.array(model)
+        x = np.concatenate(list(model))
         total, done, loss = np.zeros_like(x), 0, 0.0
         for step in range(task.work.steps):
             samples = sum(1 for sample in range(task.samples) if proceed(done + sample))
@@ -170,9 +198,22 @@ class NoArithmetic:
     """Both sides of `Timing`: everything takes its time, and nothing is computed."""
 
     vector: Vector = np.empty(0)
+    needs_totals = False
+    layout = Layout(0)
 
-    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         return Outcome(None, task.samples * task.work.steps)
+
+    def recipe(self, span: Span) -> Recipe:
+        return NoArithmetic
+
+    def reduce(
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> Sums:
+        return {}
+
+    def apply(self, totals: Sums) -> None:
+        pass
 
     def step(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]

@@ -1,9 +1,16 @@
-"""What an engine needs to know of a learner: a recipe with a worker's and a server's side."""
+"""What an engine needs to know of a learner: a recipe with a worker's and a server's side.
+
+The server's side may be cut: the flat vector of the model into slices, each with the part of the
+optimizer's state that belongs to it. A step is then taken slice by slice; what it needs of the
+whole vector, such as a norm, are sums that the slices add up first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import sqrt
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -14,6 +21,10 @@ from paceline.core.protocol import Stat, Stats, Task, Work
 Array: TypeAlias = NDArray[Any]
 Proceed: TypeAlias = Callable[[int], bool]
 """Asked between pieces of work, with the samples done so far: shall I go on?"""
+Span: TypeAlias = tuple[int, int]
+"""Where a slice of the flat vector begins and ends."""
+Sums: TypeAlias = dict[str, float]
+"""Figures of one slice by name, which add up over the slices to that of the whole vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +39,8 @@ class Outcome:
 class Replica(Protocol):
     """The worker's side. It keeps nothing from one task to the next that could change a result."""
 
-    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome: ...
+    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
+        """Do a task on a model that comes as consecutive slices; the next may take its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +50,54 @@ class Saved:
     arrays: Mapping[str, Array]
     data: Mapping[str, Any]
 
+    def copy(self) -> Saved:
+        """Return the same state, out of reach of the thing it was taken from."""
+        return Saved({name: array.copy() for name, array in self.arrays.items()}, self.data)
 
-class Server(Protocol):
-    """The coordinator's side: it owns the model and the optimizer's state."""
+
+class Shard(Protocol):
+    """Owns the model, or a slice of it, and the optimizer's state that belongs to it."""
 
     @property
     def vector(self) -> Array:
-        """The model as it travels; changed in place by `step`."""
+        """The values as they travel; changed in place by `apply`."""
+
+    @property
+    def needs_totals(self) -> bool:
+        """Whether `apply` needs the sums over all slices, and not only for the statistics."""
+
+    def reduce(
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> Sums:
+        """Add up results in the order given; return what must be known of the whole vector."""
+
+    def apply(self, totals: Sums) -> None:
+        """Let the optimizer step along what was reduced."""
+
+    def save(self) -> Saved:
+        """Return the state, as views that are good until the next step."""
+
+    def load(self, saved: Saved) -> None: ...
+
+
+Recipe: TypeAlias = Callable[[], Shard]
+"""Makes the server of one slice; holds no array, so that it is quickly sent."""
+
+
+class Server(Shard, Protocol):
+    """The coordinator's side: the shard that is the whole."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the state can be cut."""
+
+    def recipe(self, span: Span) -> Recipe:
+        """Say how the server of a slice is made; refuse if a step cannot be taken in slices."""
 
     def step(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
     ) -> dict[Stat, float]:
-        """Add up the results in the order given and let the optimizer step along the sum."""
+        """Reduce and apply; return the statistics."""
 
     def model(self) -> Any:
         """Return the model for the user, apart from the one in training."""
@@ -57,8 +105,85 @@ class Server(Protocol):
     def export(self) -> dict[str, Array]:
         """Return the model's tensors by the names its users know."""
 
-    def save(self) -> Saved: ...
-    def load(self, saved: Saved) -> None: ...
+
+class Steps:
+    """Gives a server that is not cut its `step`."""
+
+    def step(
+        self: Shard, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+    ) -> dict[Stat, float]:
+        totals = self.reduce(weights, vectors, wants)
+        self.apply(totals)
+        return statistics(totals, wants)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in the flat vector: tensor after tensor, then what is not trained.
+
+    In a `Saved` state, "values" goes over the whole vector, "previous" over the trained part, and
+    "optimizer.3.…" over tensor 3, unless it is a scalar. What of tensor 3's state is
+    no array is in the data, under "scalars" and "3".
+    """
+
+    size: int
+    tensors: tuple[int, ...] = ()  # the trained tensors' sizes
+
+    @property
+    def trained(self) -> int:
+        return sum(self.tensors) if self.tensors else self.size
+
+    def spans(self, count: int) -> list[Span]:
+        """Cut the vector into slices of equal length, as nearly as can be."""
+        ends = [self.size * i // count for i in range(count + 1)]
+        return list(pairwise(ends))
+
+    def pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
+        """Yield the trained tensors in a slice, each with where its piece begins and ends."""
+        for index, end in enumerate(accumulate(self.tensors)):
+            start, stop = max(span[0], end - self.tensors[index]), min(span[1], end)
+            if start < stop:
+                yield index, start, stop
+
+    def cut(self, parts: Sequence[tuple[Span, Saved]], span: Span) -> Saved:
+        """Return the state of a slice from those of other slices that together cover it."""
+        chosen = [(at, saved) for at, saved in parts if at[0] < span[1] and span[0] < at[1]]
+        chosen = chosen or [parts[0]]
+        arrays: dict[str, Array] = {}
+        ends = [0, *accumulate(self.tensors)]
+        for name in dict.fromkeys(name for _, saved in chosen for name in saved.arrays):
+            whole = (0, self.trained if name == "previous" else self.size)
+            if name.startswith("optimizer."):
+                index = int(name.split(".")[1])
+                whole = ends[index], ends[index + 1]
+            found = [(_meet(at, whole), s.arrays[name]) for at, s in chosen if name in s.arrays]
+            if not found[0][1].ndim:  # the same in every part
+                if _length(_meet(span, whole)):
+                    arrays[name] = found[0][1]
+                continue
+            pieces = [
+                array.reshape(-1)[max(span[0] - start, 0) : max(span[1] - start, 0)]
+                for (start, _), array in found
+            ]
+            filled = [piece for piece in pieces if piece.size]
+            if len(filled) > 1:
+                arrays[name] = np.concatenate(filled)
+            elif filled or name == "values":  # which even an empty slice has
+                arrays[name] = (filled or pieces)[0]
+        data = dict(chosen[0][1].data)
+        if "scalars" in data:
+            held = {str(index) for index, _, _ in self.pieces(span)}
+            known = [item for _, saved in chosen for item in saved.data["scalars"].items()]
+            data["scalars"] = {index: state for index, state in known if index in held}
+        return Saved(arrays, data)
+
+
+def _meet(one: Span, other: Span) -> Span:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _length(span: Span) -> int:
+    return max(span[1] - span[0], 0)
 
 
 class Learner(Protocol):
@@ -91,16 +216,16 @@ class Direction:
     def __init__(self) -> None:
         self._previous: Array | None = None
 
-    def stats(self, direction: Array, wants: frozenset[Stat]) -> dict[Stat, float]:
-        """Return the norm, and the inner product with the step before (0.0 for the first)."""
-        stats: dict[Stat, float] = {}
+    def sums(self, direction: Array, wants: frozenset[Stat]) -> Sums:
+        """Return the square of the norm, and the product with the step before (first: 0.0)."""
+        sums: Sums = {}
         if "norm" in wants:
-            stats["norm"] = float(np.linalg.norm(direction))
+            sums["norm"] = float(np.linalg.norm(direction)) ** 2
         if "dot" in wants:
             previous = self._previous
-            stats["dot"] = 0.0 if previous is None else float(previous @ direction)
+            sums["dot"] = 0.0 if previous is None else float(previous @ direction)
             self._previous = direction.copy()
-        return stats
+        return sums
 
     def save(self) -> dict[str, Array]:
         return {} if self._previous is None else {"previous": self._previous}
@@ -108,6 +233,25 @@ class Direction:
     def load(self, arrays: Mapping[str, Array]) -> None:
         previous = arrays.get("previous")
         self._previous = None if previous is None else previous.copy()
+
+
+def add_up(sums: Iterable[Sums]) -> Sums:
+    """Add up the figures of all slices, in their order."""
+    totals: Sums = {}
+    for each in sums:
+        for name, value in each.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def statistics(totals: Sums, wants: frozenset[Stat]) -> dict[Stat, float]:
+    """Return what a policy asked for, from the sums over the whole vector."""
+    stats: dict[Stat, float] = {}
+    if "norm" in wants:
+        stats["norm"] = sqrt(totals["norm"])
+    if "dot" in wants:
+        stats["dot"] = totals["dot"]
+    return stats
 
 
 def mean_loss(weights: Sequence[float], losses: Sequence[float | None]) -> dict[Stat, float]:

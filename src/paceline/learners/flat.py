@@ -7,7 +7,7 @@ in the `state_dict`, such as BatchNorm statistics). No copy is made to flatten o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,9 @@ Float32 = NDArray[np.float32]
 
 
 class FlatModule:
-    """Holds a module together with its flat `values` and `grads`."""
+    """Holds a module together with its flat `values` and, unless it never needs them, `grads`."""
 
-    def __init__(self, module: nn.Module, device: str = "cpu") -> None:
+    def __init__(self, module: nn.Module, device: str = "cpu", with_grads: bool = True) -> None:
         self.module = module.to(device)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         for name, parameter in named:
@@ -46,12 +46,13 @@ class FlatModule:
         if not self.trainable:
             raise ValueError("the model has no parameter with requires_grad=True to train")
         self.values = torch.zeros(size, device=device)
-        self.grads = torch.zeros(size, device=device)
+        self.grads = torch.zeros(size if with_grads else 0, device=device)
         self.pull()
         for parameter, (start, stop) in zip(self.parameters, self._spans(), strict=True):
             with torch.no_grad():
                 parameter.data = self.values[start:stop].view_as(parameter)
-            parameter.grad = self.grads[start:stop].view_as(parameter)
+            if with_grads:
+                parameter.grad = self.grads[start:stop].view_as(parameter)
 
     def pull(self) -> None:
         """Copy the module's parameters and buffers into `values`."""
@@ -68,11 +69,17 @@ class FlatModule:
             values = self.values[start:stop].view_as(place.buffer)
             place.buffer.copy_(values if place.buffer.is_floating_point() else values.round())
 
-    def load(self, vector: Float32) -> None:
-        """Take over a model as it travels."""
-        if vector.shape != (self.values.numel(),):
-            raise ValueError(f"a model of {self.values.numel()} values got {vector.shape}")
-        self.values.copy_(as_tensor(vector))
+    def load(self, slices: Iterable[Float32]) -> None:
+        """Take over a model as it travels, slice after slice."""
+        start = 0
+        for vector in slices:
+            stop = start + vector.size
+            if vector.ndim != 1 or stop > self.values.numel():
+                raise ValueError(f"a model of {self.values.numel()} values got {vector.shape}")
+            self.values[start:stop] = as_tensor(vector)
+            start = stop
+        if start != self.values.numel():
+            raise ValueError(f"a model of {self.values.numel()} values got {start}")
         self.push_buffers()
         for place, original in self._scratch:  # no trace of an earlier task
             place.put_back()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,20 +12,19 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.core.protocol import Stat, Task, Work
-from paceline.core.state import decode, describe, encode
+from paceline.core.protocol import Task, Work
+from paceline.core.state import describe
 from paceline.data.sampling import SHARED, Stream, generator
-from paceline.learners.base import Array, Direction, Outcome, Proceed, Saved
-from paceline.learners.flat import FlatModule, as_tensor, flat_size
+from paceline.learners.base import Array, Outcome, Proceed
+from paceline.learners.flat import FlatModule, flat_size
+from paceline.learners.optimize import MakeOptimizer, MakeScheduler, Rules, TorchServer
+from paceline.learners.transforms import Transform
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
-MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class TorchLearner:
     outer: for local steps: workers use `optimizer`, started anew for each task, and the server
         steps with `outer` along the change they made. `partial(SGD, lr=1.0)` is averaging.
     scheduler: makes a learning-rate schedule, advanced once per step of the server.
+    transform: what is done to the step's gradient first: `ClipNorm`, `TrustRatio`.
     micro_batch: the samples computed at a time; between them abandoned work can end.
     threads: of torch in each replica. Bits depend on it, so it is fixed and recorded.
 
@@ -54,6 +54,7 @@ class TorchLearner:
     batch_size: int
     outer: MakeOptimizer | None = None
     scheduler: MakeScheduler | None = None
+    transform: Transform | None = None
     micro_batch: int | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     threads: int = 1
@@ -95,7 +96,8 @@ class TorchLearner:
         return TorchReplica(self, seed)
 
     def server(self) -> TorchServer:
-        return TorchServer(self)
+        rules = Rules(self.outer or self.optimizer, self.scheduler, self.transform)
+        return TorchServer(self.model, rules)
 
     def check(self, work: Work) -> None:
         if work.parts is not None:
@@ -123,6 +125,7 @@ class TorchLearner:
             "optimizer": describe(self.optimizer),
             "outer": describe(self.outer),
             "scheduler": describe(self.scheduler),
+            "transform": describe(self.transform),
         }
 
 
@@ -135,13 +138,15 @@ class TorchReplica:
         dataset = learner.open_dataset()
         self._fetch = _fetcher(dataset, learner.collate)
         self._stream = Stream(len(dataset), seed)  # type: ignore[arg-type]
+        self._ahead: tuple[int, Any] | None = None  # where samples begin, and they themselves
 
-    def compute(self, model: Array, task: Task, proceed: Proceed) -> Outcome:
+    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner, flat = self._learner, self._flat
         learner.check(task.work)
-        flat.load(model)
         rng = generator(self._seed, SHARED, task.draw)
         with _quiet(learner.threads, learner.device, int(rng.integers(2**63))):
+            self._read_ahead(task)  # while the model is on its way
+            flat.load(model)
             if learner.outer is None:
                 samples, loss = self._gradient(task.draw, task.samples, proceed)
             else:
@@ -150,6 +155,16 @@ class TorchReplica:
             return Outcome(None, 0)
         flat.buffer_change()
         return Outcome(flat.grads.cpu().numpy(), samples, {"loss": loss})
+
+    def _read_ahead(self, task: Task) -> None:
+        """Fetch the task's first samples, with the random numbers they would have got later."""
+        first = self._stream.indices(task.draw, task.samples)[: self._learner.micro_batch]
+        self._ahead = task.draw, self._fetch(first)
+
+    def _samples(self, place: int, chosen: NDArray[np.int64]) -> Any:
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1] if ahead and ahead[0] == place else self._fetch(chosen)
+        return _to(batch, self._learner.device)
 
     def _gradient(self, draw: int, samples: int, proceed: Proceed) -> tuple[int, float]:
         """Leave the mean gradient in the flat buffer; return the samples seen and their loss."""
@@ -160,7 +175,7 @@ class TorchReplica:
         done, total = 0, 0.0
         while done < samples and proceed(done):
             piece = chosen[done : done + size]
-            loss = learner.loss(flat.module, _to(self._fetch(piece), learner.device))
+            loss = learner.loss(flat.module, self._samples(draw + done, piece))
             share = len(piece) / samples
             (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.item() * len(piece)
@@ -184,78 +199,6 @@ class TorchReplica:
             seen, total = seen + samples, total + samples * loss
         torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
         return seen, total / max(seen, 1)
-
-
-class TorchServer:
-    """The coordinator's side: the model in training, its optimizer, its schedule."""
-
-    def __init__(self, learner: TorchLearner) -> None:
-        self._flat = FlatModule(copy.deepcopy(learner.model).train())
-        self._optimizer = (learner.outer or learner.optimizer)(self._flat.parameters)
-        self._scheduler = learner.scheduler(self._optimizer) if learner.scheduler else None
-        self._direction = Direction()
-
-    @property
-    def vector(self) -> Array:
-        return self._flat.values.numpy()
-
-    def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
-    ) -> dict[Stat, float]:
-        flat = self._flat
-        first = True
-        for weight, vector in zip(weights, vectors, strict=True):
-            if first:
-                torch.mul(as_tensor(vector), weight, out=flat.grads)
-                first = False
-            else:
-                flat.grads.add_(as_tensor(vector), alpha=weight)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        flat.values[flat.trainable :] += flat.grads[flat.trainable :]
-        return self._direction.stats(flat.grads[: flat.trainable].numpy(), wants)
-
-    def model(self) -> nn.Module:
-        self._flat.push_buffers()
-        module = copy.deepcopy(self._flat.module)
-        for parameter in module.parameters():
-            parameter.data = parameter.data.clone()  # out of the flat buffer
-            parameter.grad = None
-        return module.eval()
-
-    def export(self) -> dict[str, Array]:
-        self._flat.push_buffers()
-        state = self._flat.module.state_dict()
-        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
-
-    def save(self) -> Saved:
-        arrays = {"values": self.vector.copy(), **self._direction.save()}
-        optimizer = self._optimizer.state_dict()
-        scalars: dict[int, dict[str, Any]] = {}
-        for index, state in optimizer["state"].items():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    arrays[f"optimizer.{index}.{name}"] = value.detach().cpu().numpy().copy()
-                else:
-                    scalars.setdefault(index, {})[name] = value
-        data = {"groups": optimizer["param_groups"], "scalars": scalars}
-        if self._scheduler is not None:
-            data["scheduler"] = self._scheduler.state_dict()
-        return Saved(arrays, encode(data))
-
-    def load(self, saved: Saved) -> None:
-        data = decode(saved.data)
-        self._flat.load(saved.arrays["values"])
-        state: dict[int, dict[str, Any]] = {i: dict(s) for i, s in data["scalars"].items()}
-        for key, array in saved.arrays.items():
-            if key.startswith("optimizer."):
-                _, index, name = key.split(".", 2)
-                state.setdefault(int(index), {})[name] = torch.tensor(array)
-        self._optimizer.load_state_dict({"state": state, "param_groups": data["groups"]})
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(data["scheduler"])
-        self._direction.load(saved.arrays)
 
 
 @contextmanager

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import paceline as pl
 from paceline.core.protocol import Task, Work
+from paceline.engines.ray.pool import Member
 from paceline.engines.ray.reducer import DriverReducer
 from paceline.engines.ray.worker import Answer, Token, pack, read, unpack
 
 TOKEN = Token("run", "w1", 0, 7)
+TASK = Task(7, "w1", Work(), 0, 0.0, 4, 0)
+
+
+class Silent:
+    """An actor that takes every call and never answers."""
+
+    @property
+    def compute(self) -> Silent:
+        return self
+
+    def remote(self, *order: object) -> None: ...
 
 
 def answer(token: Token) -> Answer:
@@ -19,9 +33,14 @@ def answer(token: Token) -> Answer:
 
 def expecting() -> tuple[DriverReducer, np.ndarray]:
     server = pl.Quadratic(lr=0.25).server()
-    reducer = DriverReducer(server)
-    reducer.expect(TOKEN)
+    reducer = DriverReducer(server, frozenset(), lambda stats: None)
+    send(reducer, TOKEN)
     return reducer, server.vector
+
+
+def send(reducer: DriverReducer, token: Token) -> None:
+    member = Member(token.worker, token.incarnation, Silent())
+    reducer.dispatch(member, token, replace(TASK, id=token.task), reducer.publish())
 
 
 @pytest.mark.parametrize(
@@ -43,11 +62,11 @@ def test_a_repeated_answer_is_not_taken_and_never_applied_twice() -> None:
     reducer, model = expecting()
     assert reducer.accept(answer(TOKEN))
     assert not reducer.accept(answer(TOKEN))
-    reducer.step({7: 1.0}, keep=False, wants=frozenset())
+    reducer.step({7: 1.0}, keep=False)
     assert model.tolist() == [0.75]
     assert not reducer.accept(answer(TOKEN))
     with pytest.raises(KeyError):
-        reducer.step({7: 1.0}, keep=False, wants=frozenset())
+        reducer.step({7: 1.0}, keep=False)
 
 
 def test_what_was_dropped_is_not_expected_any_more() -> None:
@@ -60,7 +79,7 @@ def test_a_lost_task_is_taken_from_the_one_who_redoes_it_alone() -> None:
     reducer, _ = expecting()
     again = Token("run", "w1", 1, 9)
     reducer.drop(7)
-    reducer.expect(again)
+    send(reducer, again)
     assert not reducer.accept(answer(TOKEN))
     assert reducer.accept(answer(again))
 

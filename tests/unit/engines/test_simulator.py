@@ -166,7 +166,7 @@ def test_a_budget_cuts_the_gradient_too() -> None:
     assert occurred is not None
     assert isinstance(occurred[2], Finished)
     assert occurred[2].samples == 4
-    expected = learner.replica(5).compute(np.zeros(3), task(1, samples=4), lambda done: True)
+    expected = learner.replica(5).compute([np.zeros(3)], task(1, samples=4), lambda done: True)
     execute(engine, Step({0: 1.0}))
     assert server.vector == pytest.approx(-learner.lr * expected.vector, rel=1e-12)
 
@@ -414,7 +414,7 @@ def test_saved_in_the_middle_it_goes_on_the_same(
     engine.open(Job(recipe, server, seed=3))
     coordinator = Coordinator(POLICIES[policy](), recipe.batch_size)
     play(engine, coordinator, 37)
-    saved, state, middle = engine.save(), coordinator.state(), server.save()
+    saved, state, middle = engine.save(), coordinator.state(), server.save().copy()
     arrays = {name: array.copy() for name, array in saved.arrays.items()}
     expected = play(engine, coordinator, 60)
 

@@ -95,7 +95,7 @@ def test_buffers_travel_and_integers_are_rounded() -> None:
     vector[16:18] = 4.6, -1.4
     vector[18] = 0.25
     vector[24] = 2.5001
-    flat.load(vector)
+    flat.load([vector[:7], vector[7:7], vector[7:]])
     assert flat.module.count.tolist() == [5, -1]
     assert flat.module.count.dtype == torch.int64
     assert flat.module.norm.running_mean.tolist() == [0.25, 0.0, 0.0]
@@ -121,7 +121,7 @@ def test_a_buffer_shared_by_two_modules_travels_once() -> None:
     assert flat.values.numel() == flat_size(both) == 8 + 5 + 3
     vector = flat.values.numpy().copy()
     vector[8:10] = 7.0
-    flat.load(vector)
+    flat.load([vector[:7], vector[7:7], vector[7:]])
     assert both[1].running_mean.tolist() == [7.0, 7.0]
 
 
@@ -168,8 +168,21 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 
 def test_a_vector_of_another_size_is_refused() -> None:
     flat = FlatModule(nn.Linear(2, 1))
+    zeros = np.zeros(4, dtype=np.float32)
     with pytest.raises(ValueError, match=r"a model of 3 values got \(4,\)"):
-        flat.load(np.zeros(4, dtype=np.float32))
+        flat.load([zeros])
+    with pytest.raises(ValueError, match=r"a model of 3 values got \(2,\)"):
+        flat.load([zeros[:2], zeros[:2]])
+    with pytest.raises(ValueError, match=r"a model of 3 values got \(1, 3\)"):
+        flat.load([zeros[None, :3]])
+    with pytest.raises(ValueError, match=r"a model of 3 values got 2"):
+        flat.load([zeros[:2]])
+
+
+def test_a_server_needs_no_second_buffer() -> None:
+    flat = FlatModule(nn.Linear(2, 1), with_grads=False)
+    assert flat.grads.numel() == 0
+    assert all(parameter.grad is None for parameter in flat.parameters)
 
 
 def test_read_only_arrays_are_taken_without_a_warning() -> None:

@@ -21,6 +21,7 @@ from paceline.core.protocol import Policy, Task, Work
 from paceline.data.sampling import Stream
 from paceline.learners.base import Saved
 from paceline.learners.torch import TorchReplica, TorchServer
+from paceline.learners.transforms import ClipNorm
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(11))
 Y = (X[:, :2].sum(1) > 0).long()
@@ -59,7 +60,7 @@ def compute(
     recipe: pl.TorchLearner, given: Task, proceed: Callable[[int], bool] = always, seed: int = 0
 ) -> Any:
     """Compute on a fresh replica, from the model the recipe starts with."""
-    return recipe.replica(seed).compute(recipe.server().vector, given, proceed)
+    return recipe.replica(seed).compute([recipe.server().vector], given, proceed)
 
 
 def gradient(model: nn.Module, chosen: Any) -> np.ndarray[Any, Any]:
@@ -101,16 +102,16 @@ def test_the_same_task_gives_the_same_bits_whatever_was_computed_before(
     recipe = learner(network(*LAYERS[layers]), micro_batch=micro_batch)
     model = recipe.server().vector.copy()
     first, second = recipe.replica(1), recipe.replica(1)
-    expected = first.compute(model, task(draw=24), always)
+    expected = first.compute([model], task(draw=24), always)
     expected_vector = expected.vector.copy()
     torch.manual_seed(77)
     other = model + np.float32(0.1)
-    second.compute(other, task(draw=5), always)
-    second.compute(other, task(draw=500, samples=3), lambda done: False)
-    again = second.compute(model, task(draw=24, id=8, worker="w5", attempt=2), always)
+    second.compute([other], task(draw=5), always)
+    second.compute([other], task(draw=500, samples=3), lambda done: False)
+    again = second.compute([model], task(draw=24, id=8, worker="w5", attempt=2), always)
     assert np.array_equal(again.vector, expected_vector)
     assert again.stats == expected.stats
-    assert np.array_equal(first.compute(model, task(draw=24), always).vector, expected_vector)
+    assert np.array_equal(first.compute([model], task(draw=24), always).vector, expected_vector)
 
 
 def test_random_layers_differ_from_draw_to_draw_and_seed_to_seed() -> None:
@@ -211,7 +212,7 @@ def test_a_vector_from_a_store_may_be_read_only() -> None:
     recipe = learner()
     vector = recipe.server().vector.copy()
     vector.flags.writeable = False
-    outcome = recipe.replica(0).compute(vector, task(), always)
+    outcome = recipe.replica(0).compute([vector], task(), always)
     gradient = outcome.vector.copy()
     gradient.flags.writeable = False
     recipe.server().step([1.0], [gradient], frozenset())
@@ -240,8 +241,8 @@ def test_no_buffer_is_kept_from_task_to_task(persistent: bool, in_place: bool) -
     recipe = learner(Counting(persistent, in_place))
     replica = recipe.replica(0)
     model = recipe.server().vector.copy()
-    first = replica.compute(model, task(), always).vector.copy()
-    assert np.array_equal(replica.compute(model, task(), always).vector, first)
+    first = replica.compute([model], task(), always).vector.copy()
+    assert np.array_equal(replica.compute([model], task(), always).vector, first)
     if persistent:
         assert first[-1] == 1.0  # the change of the count travels
 
@@ -412,7 +413,7 @@ def test_a_saved_server_takes_the_same_next_steps(name: str, tmp_path: Path) -> 
     both = frozenset({"norm", "dot"})
     for vector in vectors(server, 3, seed=1):
         server.step([1.0], [vector], both)
-    saved = on_disk(server.save(), tmp_path)
+    saved = on_disk(server.save().copy(), tmp_path)
     fresh.load(saved)
     assert np.array_equal(fresh.vector, server.vector)
     for vector in vectors(server, 4, seed=2):
@@ -437,7 +438,7 @@ def test_what_was_saved_is_apart_from_further_training() -> None:
     server = learner(optimizer=SGD_MOMENTUM).server()
     vector = vectors(server, 1, seed=1)[0]
     server.step([1.0], [vector], frozenset())
-    saved = server.save()
+    saved = server.save().copy()
     before = {name: array.copy() for name, array in saved.arrays.items()}
     server.step([1.0], [vector], frozenset())
     assert all(np.array_equal(saved.arrays[name], before[name]) for name in before)
@@ -559,7 +560,7 @@ def test_a_dataset_may_be_opened_by_a_function_once_in_a_worker() -> None:
     replica = recipe.replica(0)
     assert opened == [1]
     assert isinstance(replica, TorchReplica)
-    outcome = replica.compute(recipe.server().vector, task(), always)
+    outcome = replica.compute([recipe.server().vector], task(), always)
     assert opened == [1]
     assert np.array_equal(outcome.vector, compute(learner(), task()).vector)
     assert recipe.examples == 64
@@ -623,7 +624,9 @@ def test_what_a_recipe_tells_of_itself() -> None:
         "optimizer": "partial(SGD, lr=0.1)",
         "outer": "None",
         "scheduler": "None",
+        "transform": "None",
     }
+    assert learner(transform=ClipNorm(2.0)).about()["transform"] == "ClipNorm(limit=2.0)"
     assert recipe.message_bytes == 4 * (90 + 17)
     assert recipe.examples == 64
 

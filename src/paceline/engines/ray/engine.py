@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import logging
-import queue
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import ray
 
@@ -29,36 +30,44 @@ from paceline.core.protocol import (
     Send,
     SetTimer,
     Start,
+    Stat,
     Step,
     Stepped,
     Stop,
     Task,
+    TaskId,
     TimerFired,
     WorkerId,
 )
 from paceline.engines.base import Job
+from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.carrier import start_carriers
 from paceline.engines.ray.cluster import connect
-from paceline.engines.ray.pool import Member, Pool
-from paceline.engines.ray.reducer import DriverReducer, Reducer
-from paceline.engines.ray.worker import Place, Token, pack, read
+from paceline.engines.ray.pool import Member, Pool, make_servers, make_workers
+from paceline.engines.ray.reducer import DriverReducer, Model, Reducer
+from paceline.engines.ray.sharded import ShardedReducer
+from paceline.engines.ray.worker import Token, read
 from paceline.learners.base import Saved
 
 logger = logging.getLogger(__name__)
 
 
-_LONGEST_WAIT = 3600.0  # what a lock can wait for has a limit
+SPREAD_BYTES = 2**20
+"""From this size on, a model on several nodes is kept by servers; see docs/scale.md."""
+_MODEL_ATTEMPTS = 3  # how often a worker may fail to get its model before it is given up
 
 
 class WorkersLost(RuntimeError):
     """No worker is left, and none may be started again."""
 
 
-class _Call(NamedTuple):
-    """A call on its way, and the time by which it must be answered."""
+@dataclass
+class _Order:
+    """A task for a worker, sent or waiting, with the model it is to be computed on."""
 
-    deadline: float
-    member: Member
-    task: Task | None  # None: the worker is being set up
+    task: Task
+    model: Model
+    attempts: int = 0  # to get the model
 
 
 class Ray:
@@ -72,6 +81,11 @@ class Ray:
     respawns: how often one worker is started again after it was lost.
     cpus, gpus: what Ray reserves per worker; by default an equal share of the cores that are
         free, at most one.
+    servers: who keeps the model and takes the steps. "driver": this process. "spread": one server
+        process on each node that has a worker, each with a slice of the model and of the
+        optimizer's state, so that no network card carries more than its share. A number: so many
+        servers, on the workers' nodes in turn. By default "spread" if the workers are on several
+        nodes and the model has 1 MiB or more, and "driver" otherwise.
 
     Use it as a context manager to keep the worker processes for several runs.
     """
@@ -86,13 +100,22 @@ class Ray:
         respawns: int = 3,
         cpus: float | None = None,
         gpus: float = 0.0,
+        servers: Literal["driver", "spread"] | int | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: use at least 1")
+        if servers not in (None, "driver", "spread") and not (
+            isinstance(servers, int) and servers >= 1
+        ):
+            raise ValueError(f"servers={servers!r}: use 'driver', 'spread', or a number from 1 on")
         self.size = workers
         self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
         self._respawns, self._cpus, self._gpus = respawns, cpus, gpus
+        self._servers = servers
         self._pool: Pool | None = None
+        self._server_pool: Pool | None = None
+        self._server_nodes: list[str] = []
+        self._carriers: dict[str, Any] = {}
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
         self._clear()
@@ -105,18 +128,14 @@ class Ray:
         self._learner: Any = None
         self._origin = 0.0
         self._version = 0
-        self._inbox: queue.SimpleQueue[tuple[_Call, Future[Any]] | Interrupted]
-        self._inbox = queue.SimpleQueue()
+        self._calls = Calls()
         self._events: deque[Event] = deque()
         self._timers: list[tuple[float, str]] = []
-        # Calls without an answer, by worker. All of a kind have equal patience, so that in order
-        # of submission the first is the first to be overdue.
-        self._calls: OrderedDict[WorkerId, _Call] = OrderedDict()
-        self._setting_up: OrderedDict[WorkerId, _Call] = OrderedDict()
-        self._tasks: dict[int, tuple[Task, Any]] = {}  # shipped or waiting, with their model
+        self._orders: dict[TaskId, _Order] = {}
 
     def __repr__(self) -> str:
-        return f"Ray(workers={self.size})"
+        servers = "" if self._servers is None else f", servers={self._servers!r}"
+        return f"Ray(workers={self.size}{servers})"
 
     def __enter__(self) -> Ray:
         self._keep = True
@@ -144,26 +163,79 @@ class Ray:
         if not ray.is_initialized():
             self._ours = connect(self._address, self.size, job.learner.message_bytes)
         if self._pool is None:
-            self._pool = Pool(self._respawns, self._cpus, self._gpus, self.size, self._ours)
+            make = make_workers(self._cpus, self._gpus, self.size, self._ours)
+            self._pool = Pool([f"w{i}" for i in range(self.size)], make, self._respawns)
         self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        self._reducer = DriverReducer(job.server)
         self._learner = ray.put(job.learner)
-        self._origin = time.monotonic() - job.began
         self._version = job.steps
-        for name in self._pool.names():
+        self._start_carriers(job)
+        for name in list(self._pool.members):
             self._set_up(name)
         while (up := sum(m.joined for m in self._pool.members.values())) < job.min_workers:
-            if not self._wait(inf):
+            if not self._calls.wait(inf):
                 raise WorkersLost(
                     f"{up} workers came up and {job.min_workers} are needed to begin; "
                     "Trainer(min_workers=…) begins with fewer"
                 )
+        self._reducer = self._make_reducer(job)
         self._origin = time.monotonic() - job.began  # starting up is not training
 
+    def _start_carriers(self, job: Job) -> None:
+        """Have what shortens the way of slices between nodes that are far apart."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        small = job.learner.message_bytes < SPREAD_BYTES
+        if self._servers == "driver" or len(nodes) == 1 or small or self._carriers:
+            return
+        self._carriers = start_carriers(nodes, self._start_timeout)
+
+    def _make_reducer(self, job: Job) -> Reducer:
+        """Choose who keeps the model, and have them ready."""
+        assert self._pool is not None
+        places = [m.place for m in self._pool.members.values() if m.joined and m.place]
+        nodes = list(dict.fromkeys(place.node for place in places))
+        servers = self._servers
+        if servers is None:
+            large = job.learner.message_bytes >= SPREAD_BYTES
+            servers = "spread" if large and len(nodes) > 1 else "driver"
+        if servers == "driver":
+            return DriverReducer(job.server, job.wants, self._stepped)
+        count = len(nodes) if servers == "spread" else int(servers)
+        if job.server.layout.size < count:
+            raise ValueError(
+                f"{count} servers for a model of {job.server.layout.size} values: use fewer, or "
+                "servers='driver'"
+            )
+        job.server.recipe((0, 1))  # an optimizer that cannot be cut is refused before the start
+        nodes = [nodes[i % len(nodes)] for i in range(count)]
+        if self._server_pool is not None and self._server_nodes != nodes:
+            self._server_pool.end()
+            self._server_pool = None
+        if self._server_pool is None:
+            names = [f"s{i}" for i in range(count)]
+            make = make_servers(dict(zip(names, nodes, strict=True)))
+            self._server_pool = Pool(names, make, self._respawns)
+            self._server_nodes = nodes
+        self._server_pool.fill()
+        reducer = ShardedReducer(
+            job.server,
+            job.steps,
+            job.wants,
+            self._server_pool,
+            self._pool,
+            self._carriers,
+            self._calls,
+            (self._timeout, self._start_timeout),
+            self._stepped,
+            self._ship_all,
+            self._redo,
+        )
+        reducer.wait()
+        return reducer
+
     def interrupt(self, reason: str) -> None:
-        self._inbox.put(Interrupted(reason))
+        self._calls.post(partial(self._events.append, Interrupted(reason)))
 
     def now(self) -> float:
         return time.monotonic() - self._origin
@@ -171,23 +243,30 @@ class Ray:
     def save(self) -> None:
         return None
 
+    def settle(self) -> None:
+        self._results().settle()
+
     def close(self) -> None:
         """End the job. Outside of a `with` block the workers end with it."""
         for member in self._pool.members.values() if self._pool else ():
             if member.busy is not None:
                 member.actor.abandon.remote(tuple(member.busy))
-            member.busy, member.joined = None, False
+            member.busy, member.joined, member.call = None, False, None
             member.waiting.clear()
         self._clear()
         if not self._keep:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Kill the workers, and stop Ray if it was started here."""
+        """Kill workers and servers, and stop Ray if it was started here."""
         self._clear()
-        if self._pool is not None:
-            self._pool.end()
-            self._pool = None
+        for pool in (self._pool, self._server_pool):
+            if pool is not None:
+                pool.end()
+        self._pool = self._server_pool = None
+        for carrier in self._carriers.values():
+            ray.kill(carrier)
+        self._carriers = {}
         if self._ours:
             ray.shutdown()
             self._ours = False
@@ -203,10 +282,7 @@ class Ray:
             case Discard(id):
                 self._results().drop(id)
             case Step(weights, _, keep):
-                assert self._job is not None
-                stats = self._results().step(weights, keep, self._job.wants)
-                self._version += 1
-                self._events.append(Stepped(self._version, stats))
+                self._results().step(weights, keep)
             case SetTimer(name, at):
                 if at < inf:
                     heapq.heappush(self._timers, (at, name))
@@ -219,45 +295,66 @@ class Ray:
         member = self._member(task.worker)
         if member is None:
             return  # it was lost a moment ago: its departure is the next news
-        self._tasks[task.id] = task, self._results().publish()
-        if member.busy is None:
-            self._ship(member, task)
-        else:
-            member.waiting.append(task.id)
+        self._orders[task.id] = _Order(task, self._results().publish())
+        member.waiting.append(task.id)
+        self._ship(member)
 
-    def _ship(self, member: Member, task: Task) -> None:
-        """Put the one task on an actor; a straggler never gathers a queue."""
+    def _redo(self, task: Task, model: Model) -> None:
+        """Have a task computed again whose result was lost after it was reported.
+
+        Any worker gives the same result, so that nobody else needs to know.
+        """
+        assert self._pool is not None
+        able = [member for member in self._pool.members.values() if member.joined]
+        if not able:
+            raise WorkersLost(f"no worker is left to compute the lost result of task {task.id}")
+        member = min(able, key=lambda m: len(m.waiting) + (m.busy is not None))
+        self._orders[task.id] = _Order(task, model)
+        member.waiting.appendleft(task.id)
+        self._ship(member)
+
+    def _ship_all(self) -> None:
+        for member in self._pool.members.values() if self._pool else ():
+            self._ship(member)
+
+    def _ship(self, member: Member) -> None:
+        """Put the next task on an idle actor, only one; a straggler never gathers a queue."""
+        if member.busy is not None or not member.waiting:
+            return
+        order = self._orders[member.waiting[0]]
+        if not order.model.known or (order.attempts and not order.model.whole):
+            return  # until the model can be named; a second time, until it is there
+        task = self._orders[member.waiting.popleft()].task
         token = Token(self._run, member.name, member.incarnation, task.id)
-        self._results().expect(token)
         member.busy = token
-        _, model = self._tasks[task.id]
-        self._call(member, task, member.actor.compute.remote(pack(token, task), model))
+        reply = self._results().dispatch(member, token, task, order.model)
+        member.call = self._calls.add(
+            reply,
+            self._timeout,
+            partial(self._finished, member),
+            partial(self._lose, member, f"did not finish task {task.id} in {self._timeout:g} s"),
+        )
 
     def _cancel(self, id: int) -> None:
-        task, _ = self._tasks.pop(id, (None, None))
+        order = self._orders.pop(id, None)
         self._results().drop(id)
-        member = None if task is None else self._member(task.worker)
+        member = None if order is None else self._member(order.task.worker)
         if member is None:
             return  # lost with its worker
         if member.busy is not None and member.busy.task == id:
-            member.actor.abandon.remote(
-                member.busy
-            )  # it ends at the next piece of work, or by itself
+            member.actor.abandon.remote(tuple(member.busy))  # at the next piece, or by itself
         else:
             member.waiting.remove(id)
 
     def _set_up(self, name: WorkerId) -> None:
         assert self._pool is not None and self._job is not None
-        member = self._pool.member(name)
-        self._call(member, None, member.actor.set_up.remote(self._learner, self._job.seed))
-
-    def _call(self, member: Member, task: Task | None, ref: Any) -> None:
-        """Have the answer, or what went wrong, put into the inbox by Ray's own thread."""
-        inbox = self._inbox
-        patience = self._start_timeout if task is None else self._timeout
-        call = _Call(self.now() + patience, member, task)
-        (self._setting_up if task is None else self._calls)[member.name] = call
-        ref.future().add_done_callback(lambda future: inbox.put((call, future)))
+        member = self._pool.members[name]
+        member.call = self._calls.add(
+            member.actor.set_up.remote(self._learner, self._job.seed, self._carriers),
+            self._start_timeout,
+            partial(self._is_up, member),
+            partial(self._lose, member, f"did not come up in {self._start_timeout:g} s"),
+        )
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -268,78 +365,69 @@ class Ray:
                 return now, MAIN, TimerFired(heapq.heappop(self._timers)[1])
             if self._events:
                 return now, MAIN, self._events.popleft()
-            if not self._wait(self._timers[0][0] if self._timers else inf):
+            if not self._calls.wait(self._origin + self._timers[0][0] if self._timers else inf):
                 return None
 
-    def _wait(self, until: float) -> bool:
-        """Take in one answer, or what has become of an overdue one; False if none can come."""
-        books = (self._calls, self._setting_up)
-        first = min([until, *(next(iter(calls.values())).deadline for calls in books if calls)])
-        if first == inf and self._inbox.empty():
-            return False
-        try:  # what has arrived is not overdue, however long nobody looked
-            message = self._inbox.get(timeout=min(max(first - self.now(), 0.0), _LONGEST_WAIT))
-        except queue.Empty:
-            self._expire(self.now())
+    def _stepped(self, stats: dict[Stat, float]) -> None:
+        self._version += 1
+        self._events.append(Stepped(self._version, stats))
+
+    def _is_up(self, member: Member, future: Future[Any]) -> None:
+        if self._failed(member, future):
+            return
+        member.place, member.joined = future.result(), True
+        self._events.append(Joined(member.name))
+
+    def _finished(self, member: Member, future: Future[Any]) -> None:
+        if self._failed(member, future):
+            return
+        answer = read(future.result())
+        id = answer.token.task
+        member.busy = None
+        if answer.samples is None:
+            return self._without_model(member, id)
+        if self._results().accept(answer):
+            self._orders.pop(id, None)
+            self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
+        self._ship(member)
+
+    def _failed(self, member: Member, future: Future[Any]) -> bool:
+        """Tell whether a call has come to nothing, and see to what follows from it."""
+        assert self._pool is not None
+        if not self._pool.is_current(member):
             return True
-        if isinstance(message, Interrupted):
-            self._events.append(message)
-        elif self._is_current(message[0]):
-            self._take(*message)
+        member.call = None
+        error = future.exception()
+        if error is None:
+            return False
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error  # the user's own code failed: with its own traceback
+        self._lose(member, type(error).__name__)
         return True
 
-    def _is_current(self, call: _Call) -> bool:
-        assert self._pool is not None
-        return self._pool.members.get(call.member.name) is call.member
-
-    def _expire(self, now: float) -> None:
-        """Give up the workers whose call is overdue."""
-        for calls in (self._calls, self._setting_up):
-            while calls and (call := next(iter(calls.values()))).deadline <= now:
-                if call.task is None:
-                    why = f"did not come up in {self._start_timeout:g} s"
-                else:
-                    why = f"did not finish task {call.task.id} in {self._timeout:g} s"
-                self._lose(call.member, why)
-
-    def _take(self, call: _Call, future: Future[Any]) -> None:
-        member = call.member
-        calls = self._setting_up if call.task is None else self._calls
-        if calls.get(member.name) is not call:
-            return  # answered before
-        del calls[member.name]
-        error = future.exception()
-        if error is not None:
-            if not isinstance(error, ray.exceptions.RayError) or isinstance(
-                error, ray.exceptions.RayTaskError
-            ):
-                raise error  # the user's own code failed: with its own traceback
-            self._lose(member, type(error).__name__)
-            return
-        match future.result():
-            case Place() as place:
-                member.place, member.joined = place, True
-                self._events.append(Joined(member.name))
-            case reply:
-                answer = read(reply)
-                member.busy = None
-                if member.waiting:
-                    self._ship(member, self._tasks[member.waiting.popleft()][0])
-                if self._results().accept(answer):
-                    id = answer.token.task
-                    self._tasks.pop(id, None)
-                    self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
+    def _without_model(self, member: Member, id: TaskId) -> None:
+        """Send a task again whose model was lost on the way, when it is to be had again."""
+        order = self._orders.get(id)
+        if order is None:
+            return  # cancelled meanwhile
+        order.attempts += 1
+        if order.attempts > _MODEL_ATTEMPTS:
+            self._lose(member, f"could not get the model for task {id}")
+        else:
+            member.waiting.appendleft(id)
+            self._ship(member)
 
     def _lose(self, member: Member, why: str) -> None:
         """Count a worker as gone, make sure that it is, and start another in its place."""
         assert self._pool is not None
         logger.warning("worker %s is lost: %s", member.name, why)
-        self._calls.pop(member.name, None)
-        self._setting_up.pop(member.name, None)
-        if member.joined:
+        was_joined, member.joined = member.joined, False
+        if member.call is not None:
+            self._calls.drop(member.call)
+        if was_joined:
             self._events.append(Left(member.name))
         for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
-            self._tasks.pop(id, None)
+            self._orders.pop(id, None)
             self._results().drop(id)
         if self._pool.replace(member):
             self._set_up(member.name)

@@ -1,52 +1,83 @@
 """The one seam through which results reach the model.
 
 The engine knows results by task id only; what holds the vectors and adds them up stands behind
-`Reducer`. Here it is the driver process; sharded server actors can take its place.
+`Reducer`. Here it is the driver process; in `sharded.py` it is server actors.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import ray
 
-from paceline.core.protocol import Stat, TaskId
-from paceline.engines.ray.worker import Answer, Token
+from paceline.core.protocol import Stat, Task, TaskId
+from paceline.engines.ray.pool import Member
+from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Array, Server, mean_loss
 
 INLINE_BYTES = 100 * 1024
 """Ray sends arguments up to this size inside the call, and larger ones by the object store."""
 
 
+Stepped: TypeAlias = Callable[[dict[Stat, float]], None]
+
+
+class Model(Protocol):
+    """One version of the model, for tasks to be sent with."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be named to a worker, who may still have to wait for it."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step that makes it has been taken everywhere."""
+
+
 class Reducer(Protocol):
     """Holds results until a step uses them, each under the token it was expected by."""
 
-    def expect(self, token: Token) -> None: ...
+    def dispatch(self, member: Member, token: Token, task: Task, model: Any) -> Any:
+        """Send a task to its worker; return the reference of the reply, expected by its token."""
+
     def accept(self, answer: Answer) -> bool:
         """Take a result in; False if nobody waits for it: it is stale or came before."""
 
     def drop(self, task: TaskId) -> None: ...
-    def step(
-        self, weights: Mapping[TaskId, float], keep: bool, wants: frozenset[Stat]
-    ) -> dict[Stat, float]: ...
-    def publish(self) -> Any:
-        """Return the current model as a worker's call takes it."""
+    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
+        """Take a step along held results. It is reported when the whole model has taken it."""
+
+    def publish(self) -> Model:
+        """Return the model after all steps so far."""
+
+    def settle(self) -> None:
+        """Bring the job's own server to the newest version, wherever the model is kept."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The whole model as a call takes it: an array, or the reference of one."""
+
+    content: Any
+    known = whole = True
 
 
 class DriverReducer:
     """Reduces in the driver process: right for models that fit one machine's network card."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, server: Server, wants: frozenset[Stat], stepped: Stepped) -> None:
+        self._server, self._wants, self._stepped = server, wants, stepped
         self._expected: dict[TaskId, Token] = {}
         self._held: dict[TaskId, Answer] = {}
-        self._published: Any = None
+        self._published: Payload | None = None
 
-    def expect(self, token: Token) -> None:
+    def dispatch(self, member: Member, token: Token, task: Task, model: Payload) -> Any:
         self._expected[token.task] = token
+        return member.actor.compute.remote(pack(token, task), model.content)
 
     def accept(self, answer: Answer) -> bool:
         if self._expected.get(answer.token.task) != answer.token:
@@ -63,19 +94,20 @@ class DriverReducer:
         self._expected.pop(task, None)
         self._held.pop(task, None)
 
-    def step(
-        self, weights: Mapping[TaskId, float], keep: bool, wants: frozenset[Stat]
-    ) -> dict[Stat, float]:
+    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
         answers = [self._held[task] if keep else self._held.pop(task) for task in weights]
         vectors: list[Array] = [a.vector for a in answers if a.vector is not None]
         factors = list(weights.values())
         stats = mean_loss(factors, [answer.stats.get("loss") for answer in answers])
         self._published = None
-        return stats | self._server.step(factors, vectors, wants)
+        self._stepped(stats | self._server.step(factors, vectors, self._wants))
 
-    def publish(self) -> Any:
+    def publish(self) -> Payload:
         if self._published is None:
             vector = self._server.vector
             small = vector.nbytes <= INLINE_BYTES
-            self._published = vector.copy() if small else ray.put(vector)
+            self._published = Payload(vector.copy() if small else ray.put(vector))
         return self._published
+
+    def settle(self) -> None:
+        pass

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import ray
 
 from paceline.core.protocol import Stats, Task, TaskId, Work, WorkerId
-from paceline.learners.base import Array, Learner, Replica
+from paceline.engines.ray.carrier import Carriers, ask
+from paceline.learners.base import Array, Learner, Outcome, Replica, Span
 
 
 class Token(NamedTuple):
@@ -33,11 +38,14 @@ class Place:
 
 
 class Answer(NamedTuple):
-    """What a worker returns: its vector lies in the object store, outside of the pickle."""
+    """What a worker returns: its vector lies in the object store, outside of the pickle.
+
+    Without samples (None) it could not get the model, and has not begun.
+    """
 
     token: Token
     vector: Array | None
-    samples: int
+    samples: int | None
     seconds: float
     stats: Stats
 
@@ -79,22 +87,72 @@ def read(reply: Reply) -> Answer:
     return Answer(Token(*name), vector, samples, seconds, stats)
 
 
+class GivenUp(Exception):
+    """The task is not wanted any more."""
+
+
+class Incoming:
+    """A model that comes as references: its slices travel as soon as they appear.
+
+    Whoever waits is woken when all are here or the task is given up, and never looks in between:
+    a wait that begins again and again makes Ray ask for the slices again and again.
+    """
+
+    def __init__(self, refs: Sequence[Any]) -> None:
+        self.slices: list[Array] = []
+        self.waited = 0.0
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._missing = len(refs)
+        self._futures: list[Future[Any]] = [ref.future() for ref in refs]
+        for future in self._futures:
+            future.add_done_callback(self._arrived)
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self._wake.set()
+
+    def __iter__(self) -> Iterator[Array]:
+        begin = time.monotonic()
+        if not self._wake.wait(_LONGEST):
+            raise ray.exceptions.GetTimeoutError
+        self.waited = time.monotonic() - begin
+        if self._given_up:
+            raise GivenUp
+        self.slices = [future.result() for future in self._futures]
+        yield from self.slices
+
+    def _arrived(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._missing -= 1
+            if not self._missing:
+                self._wake.set()
+
+
+_LONGEST = 3600.0  # seconds; the engine gives a worker up long before
+
+
 class Worker:
     """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
 
     def __init__(self) -> None:
         self._replica: Replica | None = None
+        self._carriers: Carriers = {}
+        self._computing: Token | None = None
+        self._incoming: Incoming | None = None  # of the task that is being computed
+        self._last: tuple[int, Sequence[Span], Sequence[Array]] = (-1, (), ())
         self._abandoned: Token | None = None
 
-    def set_up(self, learner: Learner, seed: int) -> Place:
+    def set_up(self, learner: Learner, seed: int, carriers: Carriers) -> Place:
         """Build the replica; an earlier one is forgotten."""
+        self._carriers = carriers
         self._replica = None  # the old one's memory first
         self._replica = learner.replica(seed)
-        pid = os.getpid()
-        return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
+        return here()
 
     def compute(self, order: Order, model: Array) -> Reply:
-        assert self._replica is not None
+        """Do a task, and return its vector with the reply."""
         token, task = unpack(order)
         begin = time.monotonic()
         until = begin + task.work.budget
@@ -102,14 +160,83 @@ class Worker:
         def proceed(done: int) -> bool:
             return self._abandoned != token and time.monotonic() < until
 
-        outcome = self._replica.compute(model, task, proceed)
-        seconds = time.monotonic() - begin
-        return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats)
+        outcome = self._compute([model], task, proceed)
+        return _reply(token, outcome, time.monotonic() - begin)
+
+    def compute_slices(
+        self,
+        order: Order,
+        model: Sequence[Any],
+        nodes: Sequence[str | None],
+        cut: Sequence[Span],
+        spans: Sequence[Span],
+    ) -> tuple[Any, ...]:
+        """Do a task on a model that may still be on its way, cut one way; return the reply and,
+        each an object of its own, the slices of its vector, cut another way."""
+        token, task = unpack(order)
+        begin = time.monotonic()
+        self._computing = token
+        incoming = self._incoming = Incoming(ask(model, nodes, self._carriers))
+        if self._abandoned == token:
+            incoming.give_up()
+
+        def proceed(done: int) -> bool:
+            until = begin + incoming.waited + task.work.budget
+            return self._abandoned != token and time.monotonic() < until
+
+        try:
+            outcome = self._compute(incoming, task, proceed)
+        except GivenUp:
+            return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
+        except ray.exceptions.RayError:
+            self._carriers = {}  # it may be theirs to blame; the stores are as good
+            lost: Reply = (tuple(token), None, None, 0.0, {})
+            return lost, *(None for _ in spans)
+        self._last = task.version, cut, incoming.slices
+        seconds = time.monotonic() - begin - incoming.waited
+        vector = outcome.vector
+        slices = (None if vector is None else vector[start:stop] for start, stop in spans)
+        return _reply(token, Outcome(None, outcome.samples, outcome.stats), seconds), *slices
+
+    def _compute(
+        self, model: Iterable[Array], task: Task, proceed: Callable[[int], bool]
+    ) -> Outcome:
+        assert self._replica is not None
+        return self._replica.compute(model, task, proceed)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def holds(self) -> int:
+        """Return the version of the model that this worker has from its last task."""
+        return self._last[0]
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def held(self, version: int, span: Span) -> Array:
+        """Return a slice of that model, for a server to start from."""
+        number, spans, slices = self._last
+        if number != version:
+            raise RuntimeError(f"version {version} was asked for, and here is {number}")
+        pieces = [
+            piece[max(span[0] - start, 0) : max(span[1] - start, 0)]
+            for (start, _), piece in zip(spans, slices, strict=True)
+        ]
+        return np.concatenate(pieces)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def abandon(self, token: tuple[Any, ...]) -> None:
         """Make a task end at the next piece of work."""
         self._abandoned = Token(*token)
+        if self._incoming is not None and self._computing == self._abandoned:
+            self._incoming.give_up()
+
+
+def _reply(token: Token, outcome: Outcome, seconds: float) -> Reply:
+    return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats)
+
+
+def here() -> Place:
+    """Return where this process lives."""
+    pid = os.getpid()
+    return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
 
 
 def start_time(pid: int) -> str:
@@ -120,9 +247,9 @@ def start_time(pid: int) -> str:
         return ""
 
 
-def actor_class(**options: Any) -> Any:
-    """Return the worker as an actor class. Restarts and retries are ours: Ray's would apply a
-    result twice or hide a fault."""
+def actor_class(kind: type, **options: Any) -> Any:
+    """Return a worker or a server as an actor class. Restarts and retries are ours: Ray's would
+    apply a result twice or hide a fault."""
     return ray.remote(
         concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0, **options
-    )(Worker)
+    )(kind)

@@ -1,0 +1,141 @@
+"""A server: an actor that owns a slice of the model and of the optimizer's state.
+
+What it returns is in the object store and belongs to the driver: each version of the slice, and
+the optimizer's state that goes with it. So a version outlives the process that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import ray
+
+from paceline.core.protocol import Stat
+from paceline.engines.ray.carrier import Carriers, ask
+from paceline.engines.ray.worker import Place, here
+from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
+
+State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
+"""All of a shard's state but its values: arrays and plain data."""
+Pieces: TypeAlias = Sequence[Sequence[Span]] | None
+"""Where in this slice the pieces of each result go; None if each comes as one."""
+
+
+class Server:
+    """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
+
+    def __init__(self) -> None:
+        self._shard: Shard | None = None
+        self._version = -1
+        self._carriers: Carriers = {}
+        self._sums: Sums = {}
+        self._kept: dict[int, dict[int, State]] = {}  # by slot and version
+
+    def set_up(
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        span: Span,
+        version: int,
+        carriers: Carriers,
+        spans: Sequence[Span],
+        *parts: Any,
+    ) -> tuple[tuple[Place, bool], Array, State]:
+        """Take over a slice from the values and states, in turn, of slices that cover it."""
+        self._carriers = carriers
+        self._shard = None  # the old one's memory first
+        self._kept.clear()
+        shard = recipe()
+        saved = [
+            (at, Saved({"values": values, **arrays}, data))
+            for at, values, (arrays, data) in zip(spans, parts[0::2], parts[1::2], strict=True)
+        ]
+        shard.load(layout.cut([((at[0], at[1]), part) for at, part in saved], span))
+        self._shard, self._version = shard, version
+        state = self._state()
+        return (here(), bool(state[0])), shard.vector, state
+
+    def step(
+        self,
+        version: int,
+        weights: Sequence[float],
+        wants: Sequence[Stat],
+        at: Pieces,
+        refs: Sequence[Any],
+        nodes: Sequence[str | None],
+        patience: float,
+    ) -> tuple[tuple[Sums, bool], Array, State]:
+        """Take a step whole: add up the results, and let the optimizer step."""
+        self.reduce(version, weights, wants, at, refs, nodes, patience)
+        return self.apply(version, self._sums)
+
+    def reduce(
+        self,
+        version: int,
+        weights: Sequence[float],
+        wants: Sequence[Stat],
+        at: Pieces,
+        refs: Sequence[Any],
+        nodes: Sequence[str | None],
+        patience: float,
+    ) -> Sums:
+        """Add up the results; what is needed of the whole vector is the sum of all servers'.
+
+        Results come as references which are got here: as arguments of the call they would arrive
+        at a lower priority, and up to twice as late over a slow link.
+        """
+        shard = self._turn(version)
+        try:
+            pieces = ray.get(ask(refs, nodes, self._carriers), timeout=patience)
+        except ray.exceptions.RayActorError:  # a carrier's; the stores are as good
+            self._carriers = {}
+            pieces = ray.get(list(refs), timeout=patience)
+        vectors = pieces if at is None else list(_joined(shard.vector, at, pieces))
+        self._sums = shard.reduce(weights, vectors, frozenset(wants))
+        return self._sums
+
+    def apply(self, version: int, totals: Sums) -> tuple[tuple[Sums, bool], Array, State]:
+        """Step along what was reduced; say whether there is state in arrays."""
+        shard = self._turn(version)
+        shard.apply(totals)
+        self._version = version
+        state = self._state()
+        return (self._sums, bool(state[0])), shard.vector, state
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def keep(self, slot: int, version: int, oldest: int, state: State) -> None:
+        """Keep the state of another server's slice in the store of this node."""
+        kept = self._kept.setdefault(slot, {})
+        kept[version] = state
+        for each in [each for each in kept if each < oldest]:
+            del kept[each]
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def give(self, slot: int, version: int) -> State:
+        """Return what was kept."""
+        return self._kept[slot][version]
+
+    def _state(self) -> State:
+        assert self._shard is not None
+        saved = self._shard.save()
+        arrays = {name: array for name, array in saved.arrays.items() if name != "values"}
+        return arrays, dict(saved.data)
+
+    def _turn(self, version: int) -> Shard:
+        """Refuse a step that is not the next: no step is taken twice, and none is left out."""
+        if self._shard is None or version != self._version + 1:
+            raise RuntimeError(f"a server at version {self._version} was told to make {version}")
+        return self._shard
+
+
+def _joined(like: Array, at: Sequence[Sequence[Span]], pieces: Sequence[Array]) -> Any:
+    """Yield the results' slices, put together of pieces cut elsewhere."""
+    rest = iter(pieces)
+    for places in at:
+        vector = np.empty_like(like)
+        for (start, stop), piece in zip(places, rest, strict=False):
+            low, high = max(start, 0), min(stop, vector.size)
+            vector[low:high] = piece[low - start : high - start]
+        yield vector

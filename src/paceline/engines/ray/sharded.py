@@ -1,0 +1,573 @@
+"""Server actors in the driver's place: each owns a slice, pulls it from the workers, publishes it.
+
+The driver handles references alone. A step is sent to all servers with the weights and the slices
+of the chosen results; a version of the model is whole, and reported, when every server has it.
+
+When a server is lost, another takes its slice over, and takes again the steps that are missing.
+Until that is done the version is not there; so no step is ever half taken. What it starts from: if
+only the process is gone, the newest slice and state, which are in its node's store and belong to
+the driver. If the node is gone, the slice as a worker elsewhere holds it from its last task, and
+the optimizer's state, if there is any, as a server elsewhere has kept it. Results that were lost
+with a node are computed again: a task gives the same result on every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics as numbers
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+
+from paceline.core.protocol import Stat, Task, TaskId
+from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
+from paceline.engines.ray.pool import Member, Pool, alive_nodes
+from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
+from paceline.engines.ray.worker import Answer, Token, pack
+from paceline.learners.base import (
+    Recipe,
+    Saved,
+    Server,
+    Span,
+    Sums,
+    add_up,
+    mean_loss,
+    statistics,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHORT = 10.0  # seconds for a small question to a worker
+_ATTEMPTS = 3  # to start a server from copies that turn out to be lost
+# A server counts as slow if it takes thrice the others' median, and a quarter of a second more, in
+# three steps in a row: then its link is the trouble, and its slice is better off elsewhere.
+_SLOW_FACTOR, _SLOW_SECONDS, _SLOW_STEPS = 3.0, 0.25, 3
+
+
+class ServersLost(RuntimeError):
+    """A slice of the model is lost, and so are its copies."""
+
+
+@dataclass(eq=False)
+class Version:
+    """A version of the model, as the references of its slices."""
+
+    number: int
+    spans: Sequence[Span]
+    refs: list[Any]
+    nodes: list[str | None]  # where a carrier has the slice
+    whole: bool = False
+
+    @property
+    def known(self) -> bool:
+        return all(ref is not None for ref in self.refs)
+
+
+@dataclass(eq=False)
+class Result:
+    """A worker's vector, as the references of its slices, and what it was made from."""
+
+    token: Token
+    task: Task
+    model: Version
+    spans: Sequence[Span]
+    slices: Sequence[Any]
+    node: str
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A slice as of some version: values and state, in turn, of the parts that cover it."""
+
+    version: int
+    spans: Sequence[Span]
+    parts: Sequence[Any]
+    node: str | None = None  # which they would be lost with
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slice: whose it is, and where to start again if that server is lost."""
+
+    index: int
+    span: Span
+    recipe: Recipe
+    server: str
+    newest: Copy  # as the server left it
+    held: int = -1  # the newest version that a worker on another node has
+    states: dict[int, Any] = field(default_factory=dict)  # by version: a reference, or who has it
+    attempts: int = 0
+    slow: int = 0  # steps in a row
+
+
+@dataclass(eq=False)
+class Step:
+    """A step on its way through the servers. Lists go by slot."""
+
+    version: int
+    weights: list[float]
+    results: list[Result]
+    stats: dict[Stat, float]
+    model: Version
+    states: list[Any]
+    sums: dict[int, Sums] = field(default_factory=dict)
+    totals: Sums | None = None
+    done: dict[int, float] = field(default_factory=dict)  # when
+    stalled: set[int] = field(default_factory=set)  # slots that miss a result
+    reported: bool = False
+    began: float = 0.0
+
+
+class ShardedReducer:
+    """Reduces on servers; see the top of this file.
+
+    changed: called when tasks that wait for their model may be sent.
+    redo: has a task computed again on its model, by whoever can.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        version: int,
+        wants: frozenset[Stat],
+        pool: Pool,
+        workers: Pool,
+        carriers: Carriers,
+        calls: Calls,
+        patience: tuple[float, float],
+        stepped: Stepped,
+        changed: Callable[[], None],
+        redo: Callable[[Task, Version], None],
+    ) -> None:
+        self._server, self._wants = server, sorted(wants)
+        self._pool, self._workers, self._carriers, self._calls = pool, workers, carriers, calls
+        self._patience, self._start_patience = patience
+        self._stepped, self._changed, self._redo = stepped, changed, redo
+        self._layout = server.layout
+        self._expected: dict[TaskId, Result] = {}
+        self._held: dict[TaskId, Result] = {}
+        self._again: dict[TaskId, Result] = {}  # used, lost, and being computed once more
+        self._waiting: deque[Step] = deque()  # steps not yet sent to servers
+        self._log: deque[Step] = deque()  # steps sent, until every slice is elsewhere as well
+        self._version = self._settled = version
+        self._starting: set[int] = set()
+        self._slots = self._cut()
+        values = [slot.newest.parts[0] for slot in self._slots]
+        self._model = Version(version, self._spans(), values, [None] * len(values), True)
+        self._base = self._model  # the version before those of the log
+
+    def _cut(self) -> list[Slot]:
+        """Cut the server's state into a slice for each server process, and send them out."""
+        whole, saved = (0, self._layout.size), self._server.save()
+        slots = []
+        names = list(self._pool.members)
+        spans = self._layout.spans(len(names))
+        for index, (name, span) in enumerate(zip(names, spans, strict=True)):
+            part = self._layout.cut([(whole, saved)], span)
+            arrays = {key: array for key, array in part.arrays.items() if key != "values"}
+            refs = [ray.put(part.arrays["values"]), ray.put((arrays, dict(part.data)))]
+            copy = Copy(self._version, [span], refs)
+            slots.append(Slot(index, span, self._server.recipe(span), name, copy))
+        for slot in slots:
+            self._set_up(slot)
+        return slots
+
+    def wait(self) -> None:
+        """Return when all servers are up."""
+        while self._starting:
+            self._calls.wait(time.monotonic() + self._start_patience)
+
+    # --- what the engine asks for ----------------------------------------------------------------
+
+    def dispatch(self, member: Member, token: Token, task: Task, model: Version) -> Any:
+        assert member.place is not None
+        spans = self._spans()
+        reply, *slices = member.actor.compute_slices.options(num_returns=1 + len(spans)).remote(
+            pack(token, task), model.refs, model.nodes, model.spans, spans
+        )
+        self._expected[task.id] = Result(token, task, model, spans, slices, member.place.node)
+        return reply
+
+    def accept(self, answer: Answer) -> bool:
+        result = self._expected.get(answer.token.task)
+        if result is None or result.token != answer.token:
+            return False
+        del self._expected[answer.token.task]
+        for slot in self._slots:  # until its next task, this worker holds that model
+            if self._node(slot) != result.node:
+                slot.held = max(slot.held, result.model.number)
+        if answer.token.task in self._again:
+            self._computed_again(self._again.pop(answer.token.task), result)
+            return False
+        result.loss = answer.stats.get("loss")
+        self._held[answer.token.task] = result
+        return True
+
+    def drop(self, task: TaskId) -> None:
+        self._expected.pop(task, None)
+        self._held.pop(task, None)
+        if task in self._again:  # who was to compute it again is lost, too
+            self._redo(self._again[task].task, self._again[task].model)
+
+    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
+        results = [self._held[task] if keep else self._held.pop(task) for task in weights]
+        factors = list(weights.values())
+        stats = mean_loss(factors, [result.loss for result in results])
+        self._version += 1
+        self._model = Version(self._version, [], [None], [])  # unknown until it is sent
+        self._waiting.append(Step(self._version, factors, results, stats, self._model, []))
+        self._advance()
+
+    def publish(self) -> Version:
+        return self._model
+
+    def settle(self) -> None:
+        while self._waiting or not self._last().whole:
+            self._calls.wait(time.monotonic() + self._patience)
+        if self._settled == self._version:
+            return
+        parts: list[tuple[Span, Saved]] = []
+        for slot in self._slots:
+            copy = slot.newest
+            found = ray.get(list(copy.parts), timeout=self._patience)
+            for span, values, (arrays, data) in zip(
+                copy.spans, found[0::2], found[1::2], strict=True
+            ):
+                if not any(span == known for known, _ in parts):
+                    parts.append((span, Saved({"values": values, **arrays}, data)))
+        self._server.load(self._layout.cut(sorted(parts, key=_start), (0, self._layout.size)))
+        self._settled = self._version
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Send the next step to the servers, if they are done with the one before."""
+        if not self._waiting or not self._last().whole:
+            return
+        if slow := next((slot for slot in self._slots if slot.slow >= _SLOW_STEPS), None):
+            self._leave_out(slow)
+        step = self._waiting.popleft()
+        count = len(self._slots)
+        step.model.spans, step.states = self._spans(), [None] * count
+        step.model.refs, step.model.nodes = [None] * count, [None] * count
+        step.began = time.monotonic()
+        self._log.append(step)
+        for slot in self._slots:
+            self._send(step, slot)
+        self._changed()
+
+    def _last(self) -> Version:
+        return self._log[-1].model if self._log else self._base
+
+    def _send(self, step: Step, slot: Slot) -> None:
+        member = self._pool.members[slot.server]
+        missing = partial(self._miss_results, step, slot)
+        order = step.version, step.weights, self._wants, *self._pieces(step, slot), self._patience
+        if not self._server.needs_totals:
+            refs = member.actor.step.options(num_returns=3).remote(*order)
+            self._sent(step, slot, member, refs, missing)
+            return
+        sums = member.actor.reduce.remote(*order)
+        self._call(member, sums, partial(self._reduced, step, slot), missing)
+        if step.totals is not None:  # taken again: the others are long done
+            self._apply(step, slot)
+
+    def _reduced(self, step: Step, slot: Slot, sums: Sums) -> None:
+        step.sums[slot.index] = sums
+        if step.totals is None and len(step.sums) == len(self._slots):
+            step.totals = self._totals(step)
+            for each in self._slots:
+                self._apply(step, each)
+            self._changed()
+
+    def _apply(self, step: Step, slot: Slot) -> None:
+        member = self._pool.members[slot.server]
+        refs = member.actor.apply.options(num_returns=3).remote(step.version, step.totals)
+        self._sent(step, slot, member, refs, None)
+
+    def _sent(
+        self, step: Step, slot: Slot, member: Member, refs: Sequence[Any], missing: Missing
+    ) -> None:
+        done, step.model.refs[slot.index], step.states[slot.index] = refs
+        if member.place is not None:
+            step.model.nodes[slot.index] = self._carried(slot.span, member.place.node)
+        self._call(member, done, partial(self._done, step, slot), missing)
+
+    def _done(self, step: Step, slot: Slot, answer: tuple[Sums, bool]) -> None:
+        step.sums[slot.index], has_arrays = answer
+        step.done[slot.index] = time.monotonic()
+        parts = [step.model.refs[slot.index], step.states[slot.index]]
+        slot.newest = Copy(step.version, [slot.span], parts, self._node(slot))
+        slot.attempts = 0
+        self._copy_state(slot, has_arrays)
+        if len(step.done) == len(self._slots) and not step.model.whole:
+            step.model.whole = True
+            if not step.reported:
+                step.reported = True
+                self._watch_times(step)
+                totals = step.totals or self._totals(step)
+                self._stepped(step.stats | statistics(totals, frozenset(self._wants)))
+            self._forget()
+            self._advance()
+            self._changed()
+
+    def _totals(self, step: Step) -> Sums:
+        return add_up(step.sums[index] for index in range(len(self._slots)))
+
+    def _pieces(
+        self, step: Step, slot: Slot
+    ) -> tuple[list[list[Span]] | None, list[Any], list[str | None]]:
+        """Return where pieces of results go in this slot, the pieces, and who carries them."""
+        start, stop = slot.span
+        at: list[list[Span]] = []
+        pieces: list[Any] = []
+        nodes: list[str | None] = []
+        for result in step.results:
+            at.append([])
+            for (low, high), piece in zip(result.spans, result.slices, strict=True):
+                if low < stop and start < high:
+                    at[-1].append((low - start, high - start))
+                    pieces.append(piece)
+                    nodes.append(self._carried((low, high), result.node))
+        fitting = all(places == [(0, stop - start)] for places in at)
+        return None if fitting else at, pieces, nodes
+
+    def _carried(self, span: Span, node: str) -> str | None:
+        """Return the node if its carrier brings a slice, None if the stores do."""
+        size = (span[1] - span[0]) * self._server.vector.itemsize
+        return node if node in self._carriers and INLINE_BYTES < size <= CARRIED_BYTES else None
+
+    # --- a server whose link is slow -------------------------------------------------------------
+
+    def _watch_times(self, step: Step) -> None:
+        """Count for each server the steps in a row in which all others waited for it."""
+        took = {index: at - step.began for index, at in step.done.items()}
+        for slot in self._slots:
+            others = [seconds for index, seconds in took.items() if index != slot.index]
+            usual = numbers.median(others) if others else took[slot.index]
+            bound = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+            slot.slow = slot.slow + 1 if took[slot.index] > bound else 0
+
+    def _leave_out(self, slow: Slot) -> None:
+        """Cut the model anew among the other servers. Only between two steps."""
+        logger.warning(
+            "server %s kept the others waiting for %d steps: its slice goes to them",
+            slow.server,
+            slow.slow,
+        )
+        olds = self._slots
+        names = [slot.server for slot in olds if slot is not slow]
+        spans = self._layout.spans(len(names))
+        self._slots = []
+        for index, (name, span) in enumerate(zip(names, spans, strict=True)):
+            meet = [s for s in olds if s.span[0] < span[1] and span[0] < s.span[1]]
+            parts = [part for slot in meet for part in slot.newest.parts]
+            copy = Copy(olds[0].newest.version, [slot.span for slot in meet], parts)
+            self._slots.append(Slot(index, span, self._server.recipe(span), name, copy))
+        self._base = self._last()
+        self._log.clear()
+        for slot in self._slots:
+            self._set_up(slot)
+        self._pool.remove(slow.server)
+
+    # --- what is elsewhere, in case a node is lost -----------------------------------------------
+
+    def _copy_state(self, slot: Slot, has_arrays: bool) -> None:
+        """Have a server on another node keep the optimizer's state as of the newest step."""
+        version, state = slot.newest.version, slot.newest.parts[1]
+        keeper = self._keeper(slot)
+        if not has_arrays or keeper is None:  # it is small, and here; or there is one node alone
+            slot.states[version] = state
+            return
+
+        def kept(future: Future[Any]) -> None:
+            if future.exception() is None:
+                slot.states[version] = keeper
+                self._forget()
+
+        oldest = self._base.number
+        answer = keeper.actor.keep.remote(slot.index, version, oldest, state)
+        self._calls.add(answer, self._patience, kept, lambda: None)
+
+    def _keeper(self, slot: Slot) -> Member | None:
+        """Return the next server on another node."""
+        for shift in range(1, len(self._slots)):
+            other = self._slots[(slot.index + shift) % len(self._slots)]
+            if self._node(other) not in ("", self._node(slot)):
+                return self._pool.members[other.server]
+        return None
+
+    def _node(self, slot: Slot) -> str:
+        place = self._pool.members[slot.server].place
+        return place.node if place else ""
+
+    def _forget(self) -> None:
+        """Drop the steps that nobody needs to take again, and the oldest ones in any case."""
+        several = len({self._node(slot) for slot in self._slots}) > 1
+        bound = len(self._workers.members) + 2
+        while self._log and self._log[0].model.whole:
+            number = self._log[0].version
+            safe = all(slot.held >= number and number in slot.states for slot in self._slots)
+            if several and not safe and len(self._log) <= bound:
+                return
+            self._base = self._log.popleft().model
+        for slot in self._slots:
+            slot.states = {v: s for v, s in slot.states.items() if v >= self._base.number}
+
+    # --- starting again --------------------------------------------------------------------------
+
+    def _set_up(self, slot: Slot) -> None:
+        """Let a slot's server start from its newest copy, and take all steps since then."""
+        member = self._pool.members[slot.server]
+        copy = slot.newest
+        up, *parts = member.actor.set_up.options(num_returns=3).remote(
+            *(slot.recipe, self._layout, slot.span, copy.version),
+            *(self._carriers, copy.spans, *copy.parts),
+        )
+        self._starting.add(slot.index)
+
+        def is_up(answer: Any) -> None:
+            member.place, member.joined = answer[0], True
+            self._starting.discard(slot.index)
+            if slot.newest is copy:
+                slot.newest = Copy(copy.version, [slot.span], parts, answer[0].node)
+                self._copy_state(slot, answer[1])
+            if self._base.number == copy.version and not self._base.whole:
+                self._base.refs[slot.index], self._base.nodes[slot.index] = parts[0], None
+                self._base.whole = True
+                self._changed()
+
+        self._call(member, up, is_up, partial(self._miss_copy, slot), self._start_patience)
+        for step in self._log:
+            if step.version > copy.version:
+                step.done.pop(slot.index, None)
+                step.model.whole = False  # until this server has it again
+                self._send(step, slot)
+
+    def _lose(self, member: Member, why: str) -> None:
+        logger.warning("server %s is lost: %s", member.name, why)
+        slot = next(slot for slot in self._slots if slot.server == member.name)
+        for other in self._slots:  # what it kept for others is gone
+            other.states = {v: s for v, s in other.states.items() if s is not member}
+        if not self._pool.replace(member):
+            raise ServersLost(
+                f"server {member.name} was lost too often ({why}); the last whole version is "
+                f"{self._whole()}. Resume from a checkpoint, or allow more with Ray(respawns=…)"
+            )
+        self._recover(slot)
+
+    def _recover(self, slot: Slot) -> None:
+        """Let a server start again from the newest copy that there still is."""
+        if slot.newest.node is not None and slot.newest.node not in alive_nodes():
+            slot.newest = self._rescue(slot)
+            if self._base.number == slot.newest.version:
+                self._base.whole = False
+        logger.warning("server %s starts from version %d", slot.server, slot.newest.version)
+        self._set_up(slot)
+
+    def _rescue(self, slot: Slot) -> Copy:
+        """Find the newest version of a slice on the nodes that are left."""
+        alive, found = alive_nodes(), []
+        for member in self._workers.members.values():
+            if member.joined and member.place and member.place.node in alive:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    version = ray.get(member.actor.holds.remote(), timeout=_SHORT)
+                    if version >= self._base.number and version in slot.states:
+                        found.append((version, member))
+        if not found:
+            raise ServersLost(
+                f"the node of server {slot.server} is lost, and no worker has a version of its "
+                f"slice from {self._base.number} on; resume from a checkpoint"
+            )
+        version, member = max(found, key=lambda pair: pair[0])
+        state = slot.states[version]
+        if isinstance(state, Member):
+            state = state.actor.give.remote(slot.index, version)
+        values = member.actor.held.remote(version, slot.span)
+        return Copy(version, [slot.span], [values, state])
+
+    def _miss_copy(self, slot: Slot, error: Exception) -> None:
+        slot.attempts += 1
+        if slot.attempts > _ATTEMPTS:
+            raise ServersLost(
+                f"the slice of server {slot.server} cannot be had ({error}); the last whole "
+                f"version is {self._whole()}. Resume from a checkpoint"
+            ) from error
+        self._recover(slot)
+
+    def _miss_results(self, step: Step, slot: Slot, error: Exception) -> None:
+        """Have the results computed again that a server could not get: their node is lost."""
+        alive = alive_nodes()
+        lost = [result for result in step.results if result.node not in alive]
+        if not lost:
+            raise error
+        step.stalled.add(slot.index)
+        for result in lost:
+            if result.task.id not in self._again:
+                logger.warning("the result of task %d is computed again", result.task.id)
+                self._again[result.task.id] = result
+                self._redo(result.task, result.model)
+
+    def _computed_again(self, old: Result, new: Result) -> None:
+        old.spans, old.slices, old.node = new.spans, new.slices, new.node
+        for step in self._log:
+            if step.stalled and not any(r.task.id in self._again for r in step.results):
+                stalled, step.stalled = step.stalled, set()
+                for index in sorted(stalled):
+                    self._send(step, self._slots[index])
+
+    def _call(
+        self,
+        member: Member,
+        ref: Any,
+        then: Callable[[Any], None],
+        missing: Missing,
+        patience: float | None = None,
+    ) -> None:
+        """Have `then` called with the answer, unless the server is lost before.
+
+        missing: called if what the call was to work on is lost.
+        """
+        patience = patience or self._patience
+
+        def answered(future: Future[Any]) -> None:
+            if not self._pool.is_current(member):
+                return
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif missing is not None and isinstance(error, ray.exceptions.ObjectLostError):
+                missing(error)
+            elif isinstance(error, ray.exceptions.RayTaskError):
+                raise error
+            else:
+                self._lose(member, type(error).__name__)
+
+        def overdue() -> None:
+            if self._pool.is_current(member):
+                self._lose(member, f"did not answer in {patience:g} s")
+
+        self._calls.add(ref, patience, answered, overdue)
+
+    def _whole(self) -> int:
+        whole = [step.version for step in self._log if step.model.whole]
+        return max([*whole, self._base.number])
+
+    def _spans(self) -> list[Span]:
+        return [slot.span for slot in self._slots]
+
+
+Missing = Callable[[Exception], None] | None
+
+
+def _start(part: tuple[Span, Saved]) -> int:
+    return part[0][0]
