@@ -40,6 +40,7 @@ from paceline.trainer import Run, Trainer
 if TYPE_CHECKING:
     from paceline.engines.ray.engine import Ray
     from paceline.learners.torch import TorchLearner
+    from paceline.learners.transforms import ClipNorm, TrustRatio
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "Ray": "paceline.engines.ray.engine",
     "TorchLearner": "paceline.learners.torch",
+    "ClipNorm": "paceline.learners.transforms",
+    "TrustRatio": "paceline.learners.transforms",
 }
 
 __all__ = [
@@ -54,6 +57,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "Checkpoints",
+    "ClipNorm",
     "Coordinator",
     "Deadline",
     "Erlang",
@@ -83,6 +87,7 @@ __all__ = [
     "TorchLearner",
     "Trace",
     "Trainer",
+    "TrustRatio",
     "Until",
     "Work",
     "asynchronous",

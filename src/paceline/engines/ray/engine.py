@@ -151,8 +151,9 @@ class Ray:
         self.shutdown()
 
     def pids(self) -> dict[WorkerId, int]:
-        """Return the process of each worker that is up on this machine."""
-        return self._pool.pids() if self._pool else {}
+        """Return the process of each worker and server that is up on this machine."""
+        pools = [pool for pool in (self._pool, self._server_pool) if pool is not None]
+        return {name: pid for pool in pools for name, pid in pool.pids().items()}
 
     # --- one job ---------------------------------------------------------------------------------
 

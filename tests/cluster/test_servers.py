@@ -1,0 +1,156 @@
+"""Servers that each own a slice of the model, on a real Ray: same steps, and faults survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.core.protocol import Left
+from tests.cluster.test_faults import At, heavy_learner, lives
+from tests.conftest import flat, make_learner
+
+pytestmark = pytest.mark.cluster
+
+ADAM = {
+    "optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=4, gamma=0.5),
+    "transform": pl.ClipNorm(0.5),
+}
+LEARNERS: dict[str, Callable[[], pl.TorchLearner]] = {
+    "momentum": make_learner,
+    "AdamW, a schedule, clipping": lambda: remake(**ADAM),
+    "LARS": lambda: remake(transform=pl.TrustRatio(0.02, weight_decay=1e-3)),
+}
+
+
+def remake(**changes: object) -> pl.TorchLearner:
+    plain = make_learner()
+    given = {"optimizer": plain.optimizer, **changes}
+    return pl.TorchLearner(
+        plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **given
+    )  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[pl.Ray]:
+    with pl.Ray(workers=3, servers=3, timeout=60, respawns=20) as engine:
+        yield engine
+
+
+def simulated(learner: pl.TorchLearner, steps: int) -> pl.Run:
+    return pl.Trainer(learner, pl.sync(), pl.Simulator(3), progress=False).fit(steps=steps)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_steps_in_slices_are_the_steps_of_the_whole(sharded: pl.Ray, name: str) -> None:
+    run = pl.Trainer(LEARNERS[name](), pl.sync(), sharded, progress=False).fit(steps=12)
+    whole = simulated(LEARNERS[name](), 12)
+    assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+    assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
+    assert pl.replay(run.policy, run.journal) == run.journal
+
+
+def test_a_run_goes_on_with_other_servers(sharded: pl.Ray, tmp_path: object) -> None:
+    saves = pl.Checkpoints(str(tmp_path), every=5)
+    learner = LEARNERS["AdamW, a schedule, clipping"]
+    pl.Trainer(learner(), pl.sync(), sharded, progress=False, checkpoints=saves).fit(steps=5)
+    resumed = pl.Trainer(learner(), pl.sync(), pl.Simulator(3), progress=False)
+    whole = resumed.resume(str(tmp_path)).fit(steps=9)
+    again = pl.Trainer(learner(), pl.sync(), sharded, progress=False).resume(str(tmp_path))
+    run = again.fit(steps=9)
+    assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+    straight = simulated(learner(), 9)
+    assert torch.allclose(flat(run.model), flat(straight.model), rtol=1e-6, atol=1e-6)
+
+
+def test_the_model_can_be_looked_at_while_it_trains(sharded: pl.Ray) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Look(pl.Callback):
+        def stepped(self, progress: pl.Progress) -> None:
+            if progress.step in (3, 6):
+                seen.append(flat(progress.model()))
+
+    pl.Trainer(make_learner(), pl.sync(), sharded, progress=False, callbacks=[Look()]).fit(steps=7)
+    for step, model in zip((3, 6), seen, strict=True):
+        assert torch.equal(model, flat(simulated(make_learner(), step).model))
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW, a schedule, clipping"])
+@pytest.mark.parametrize("victims", [("s1",), ("s0", "s2"), ("s1", "w2")])
+def test_servers_killed_in_mid_step_change_nothing(
+    sharded: pl.Ray, name: str, victims: tuple[str, ...]
+) -> None:
+    """With a worker in the same step, too: nothing is half taken, nothing taken twice."""
+
+    def kill() -> None:
+        for victim in victims:
+            os.kill(sharded.pids()[victim], signal.SIGKILL)
+
+    trainer = pl.Trainer(
+        LEARNERS[name](), pl.sync(3), sharded, progress=False, callbacks=[At(4, kill)]
+    )
+    run = trainer.fit(steps=9)
+    whole = simulated(LEARNERS[name](), 9)
+    assert run.steps == 9
+    assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+    assert pl.replay(run.policy, run.journal) == run.journal
+    assert (Left("w2") in lives(run)) == ("w2" in victims)
+    assert {stretch.fate for stretch in run.samples()} <= {"used", "unfinished"}
+
+
+@pytest.mark.parametrize("policy", [pl.k_sync(2), pl.rennala(4), pl.ringmaster(4)])
+def test_under_every_policy_a_killed_server_costs_no_step(
+    sharded: pl.Ray, policy: pl.Gather
+) -> None:
+    def kill() -> None:
+        os.kill(sharded.pids()["s0"], signal.SIGKILL)
+
+    trainer = pl.Trainer(heavy_learner(), policy, sharded, progress=False, callbacks=[At(4, kill)])
+    run = trainer.fit(steps=10)
+    assert run.steps == 10
+    assert pl.replay(run.policy, run.journal) == run.journal
+
+
+def test_a_paused_server_is_given_up_after_the_timeout() -> None:
+    with pl.Ray(workers=2, servers=2, timeout=5, start_timeout=60) as engine:
+
+        def pause() -> None:
+            os.kill(engine.pids()["s1"], signal.SIGSTOP)
+
+        run = pl.Trainer(
+            make_learner(), pl.sync(2), engine, progress=False, callbacks=[At(3, pause)]
+        ).fit(steps=8)
+    whole = pl.Trainer(make_learner(), pl.sync(), pl.Simulator(2), progress=False).fit(steps=8)
+    assert torch.equal(flat(run.model), flat(whole.model))
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_is_trained(sharded: pl.Ray) -> None:
+    learner = remake(optimizer=partial(torch.optim.Adafactor, lr=0.01))
+    with pytest.raises(ValueError, match="servers='driver'"):
+        pl.Trainer(learner, pl.sync(), sharded, progress=False).fit(steps=1)
+    with pytest.raises(ValueError, match="3 servers for a model of 1 values"):
+        pl.Trainer(pl.Quadratic(), pl.sync(), sharded, progress=False).fit(steps=1)
+
+
+def test_a_users_error_in_a_servers_step_reaches_the_user(sharded: pl.Ray) -> None:
+    learner = remake(transform=Broken())
+    with pytest.raises(ZeroDivisionError, match="my own transform"):
+        pl.Trainer(learner, pl.sync(), sharded, progress=False).fit(steps=3)
+    assert pl.Trainer(make_learner(), pl.sync(), sharded, progress=False).fit(steps=2).steps == 2
+
+
+class Broken:
+    """A transform of a user, with a mistake in it."""
+
+    def sums(self, pieces: object) -> dict[str, float]:
+        return {}
+
+    def apply(self, pieces: object, totals: object) -> None:
+        raise ZeroDivisionError("my own transform")
