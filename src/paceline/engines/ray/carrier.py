@@ -1,23 +1,30 @@
-"""The short way over a long link: a process on each node that sends what lies in its store.
+"""Bringing slices to a process: by Ray's stores, or the short way over a long link.
 
 Ray's object stores find and fetch an object in three round trips. Where a round trip takes longer
-than the bytes, a slice is asked of the carrier on its node instead and comes back within the
-reply: one round trip. Nothing depends on it: without a carrier, slices go by the stores.
+than the bytes, a slice is asked of the carrier on its node instead, a process that sends what lies
+in its store, and comes back within the reply: one round trip. Nothing depends on it: without a
+carrier, slices go by the stores.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeAlias
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.learners.base import Array
+
 FAR = 0.005
 """Seconds of a round trip from which on a node counts as far."""
 CARRIED_BYTES = 8 * 2**20
 """Larger slices go by the stores: their bytes take longer than the round trips saved."""
+_LONGEST = 3600.0  # seconds; the engine gives a worker up long before
 Carriers: TypeAlias = Mapping[str, Any]
 """The carrier of each far node."""
 
@@ -67,3 +74,50 @@ def ask(refs: Sequence[Any], nodes: Sequence[str | None], carriers: Carriers) ->
         else carriers[node].read.remote([ref])
         for ref, node in zip(refs, nodes, strict=True)
     ]
+
+
+class GivenUp(Exception):
+    """The task is not wanted any more."""
+
+
+class Incoming:
+    """Slices that come as references, and travel as soon as they appear.
+
+    Whoever waits is woken when all are here or the task is given up, and never looks in between:
+    a wait that begins again and again makes Ray ask for the slices again and again.
+    """
+
+    def __init__(self, refs: Sequence[Any], patience: float = _LONGEST) -> None:
+        self._patience = patience
+        self.slices: list[Array] = []
+        self.waited = 0.0  # by whoever iterates
+        self.seconds = [0.0] * len(refs)  # until each was here
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._missing = len(refs)
+        self._begin = time.monotonic()
+        self._futures: list[Future[Any]] = [ref.future() for ref in refs]
+        for index, future in enumerate(self._futures):
+            future.add_done_callback(partial(self._arrived, index))
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self._wake.set()
+
+    def __iter__(self) -> Iterator[Array]:
+        begin = time.monotonic()
+        if not self._wake.wait(self._patience):
+            raise ray.exceptions.GetTimeoutError(f"slices did not come in {self._patience:g} s")
+        self.waited = time.monotonic() - begin
+        if self._given_up:
+            raise GivenUp
+        self.slices = [future.result() for future in self._futures]
+        yield from self.slices
+
+    def _arrived(self, index: int, future: Future[Any]) -> None:
+        self.seconds[index] = time.monotonic() - self._begin
+        with self._lock:
+            self._missing -= 1
+            if not self._missing:
+                self._wake.set()

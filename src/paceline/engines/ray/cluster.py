@@ -24,6 +24,8 @@ def connect(address: str | None, workers: int, message_bytes: int) -> bool:
     Room in the object store is for the model and a result of each worker, thrice over, and at
     least a gigabyte, since a dataset that is given as such goes through it.
     """
+    # What comes of every call is seen to; the other objects of a failed one are no news.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

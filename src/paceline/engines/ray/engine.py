@@ -69,6 +69,10 @@ class _Order:
     model: Model
     attempts: int = 0  # to get the model
 
+    def is_ready(self) -> bool:
+        """Whether the model can be named; for a second attempt, whether it is there."""
+        return self.model.whole if self.attempts else self.model.known
+
 
 class Ray:
     """Workers w0, w1, … as actors of a Ray cluster.
@@ -111,7 +115,7 @@ class Ray:
         self.size = workers
         self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
         self._respawns, self._cpus, self._gpus = respawns, cpus, gpus
-        self._servers = servers
+        self.servers = servers  # may be changed from one run to the next
         self._pool: Pool | None = None
         self._server_pool: Pool | None = None
         self._server_nodes: list[str] = []
@@ -134,7 +138,7 @@ class Ray:
         self._orders: dict[TaskId, _Order] = {}
 
     def __repr__(self) -> str:
-        servers = "" if self._servers is None else f", servers={self._servers!r}"
+        servers = "" if self.servers is None else f", servers={self.servers!r}"
         return f"Ray(workers={self.size}{servers})"
 
     def __enter__(self) -> Ray:
@@ -161,7 +165,7 @@ class Ray:
         if saved is not None:
             raise ValueError("Ray cannot take over work in flight; it is handed out again")
         self._clear()
-        if not ray.is_initialized():
+        if self._pool is None:
             self._ours = connect(self._address, self.size, job.learner.message_bytes)
         if self._pool is None:
             make = make_workers(self._cpus, self._gpus, self.size, self._ours)
@@ -187,7 +191,7 @@ class Ray:
         """Have what shortens the way of slices between nodes that are far apart."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         small = job.learner.message_bytes < SPREAD_BYTES
-        if self._servers == "driver" or len(nodes) == 1 or small or self._carriers:
+        if self.servers == "driver" or len(nodes) == 1 or small or self._carriers:
             return
         self._carriers = start_carriers(nodes, self._start_timeout)
 
@@ -196,7 +200,7 @@ class Ray:
         assert self._pool is not None
         places = [m.place for m in self._pool.members.values() if m.joined and m.place]
         nodes = list(dict.fromkeys(place.node for place in places))
-        servers = self._servers
+        servers = self.servers
         if servers is None:
             large = job.learner.message_bytes >= SPREAD_BYTES
             servers = "spread" if large and len(nodes) > 1 else "driver"
@@ -320,12 +324,13 @@ class Ray:
 
     def _ship(self, member: Member) -> None:
         """Put the next task on an idle actor, only one; a straggler never gathers a queue."""
-        if member.busy is not None or not member.waiting:
+        if member.busy is not None:
             return
-        order = self._orders[member.waiting[0]]
-        if not order.model.known or (order.attempts and not order.model.whole):
-            return  # until the model can be named; a second time, until it is there
-        task = self._orders[member.waiting.popleft()].task
+        ready = (id for id in member.waiting if self._orders[id].is_ready())
+        if (id := next(ready, None)) is None:
+            return
+        member.waiting.remove(id)
+        order, task = self._orders[id], self._orders[id].task
         token = Token(self._run, member.name, member.incarnation, task.id)
         member.busy = token
         reply = self._results().dispatch(member, token, task, order.model)

@@ -13,12 +13,14 @@ import numpy as np
 import ray
 
 from paceline.core.protocol import Stat
-from paceline.engines.ray.carrier import Carriers, ask
+from paceline.engines.ray.carrier import Carriers, Incoming, ask
 from paceline.engines.ray.worker import Place, here
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
 
 State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
 """All of a shard's state but its values: arrays and plain data."""
+Done: TypeAlias = tuple[Sums, bool, list[float]]
+"""The sums, whether there is state in arrays, and how many seconds each result took to arrive."""
 Pieces: TypeAlias = Sequence[Sequence[Span]] | None
 """Where in this slice the pieces of each result go; None if each comes as one."""
 
@@ -31,6 +33,7 @@ class Server:
         self._version = -1
         self._carriers: Carriers = {}
         self._sums: Sums = {}
+        self._seconds: list[float] = []
         self._kept: dict[int, dict[int, State]] = {}  # by slot and version
 
     def set_up(
@@ -66,7 +69,7 @@ class Server:
         refs: Sequence[Any],
         nodes: Sequence[str | None],
         patience: float,
-    ) -> tuple[tuple[Sums, bool], Array, State]:
+    ) -> tuple[Done, Array, State]:
         """Take a step whole: add up the results, and let the optimizer step."""
         self.reduce(version, weights, wants, at, refs, nodes, patience)
         return self.apply(version, self._sums)
@@ -88,21 +91,25 @@ class Server:
         """
         shard = self._turn(version)
         try:
-            pieces = ray.get(ask(refs, nodes, self._carriers), timeout=patience)
+            incoming = Incoming(ask(refs, nodes, self._carriers), patience)
+            pieces = list(incoming)
         except ray.exceptions.RayActorError:  # a carrier's; the stores are as good
             self._carriers = {}
-            pieces = ray.get(list(refs), timeout=patience)
+            incoming = Incoming(refs, patience)
+            pieces = list(incoming)
+        self._seconds = incoming.seconds
         vectors = pieces if at is None else list(_joined(shard.vector, at, pieces))
         self._sums = shard.reduce(weights, vectors, frozenset(wants))
         return self._sums
 
-    def apply(self, version: int, totals: Sums) -> tuple[tuple[Sums, bool], Array, State]:
-        """Step along what was reduced; say whether there is state in arrays."""
+    def apply(self, version: int, totals: Sums) -> tuple[Done, Array, State]:
+        """Step along what was reduced; say whether there is state in arrays, and how long each
+        result was on its way."""
         shard = self._turn(version)
         shard.apply(totals)
         self._version = version
         state = self._state()
-        return (self._sums, bool(state[0])), shard.vector, state
+        return (self._sums, bool(state[0]), self._seconds), shard.vector, state
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def keep(self, slot: int, version: int, oldest: int, state: State) -> None:

@@ -31,6 +31,7 @@ from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
 from paceline.engines.ray.pool import Member, Pool, alive_nodes
 from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
+from paceline.engines.ray.server import Done
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import (
     Recipe,
@@ -47,9 +48,10 @@ logger = logging.getLogger(__name__)
 
 _SHORT = 10.0  # seconds for a small question to a worker
 _ATTEMPTS = 3  # to start a server from copies that turn out to be lost
-# A server counts as slow if it takes thrice the others' median, and a quarter of a second more, in
-# three steps in a row: then its link is the trouble, and its slice is better off elsewhere.
-_SLOW_FACTOR, _SLOW_SECONDS, _SLOW_STEPS = 3.0, 0.25, 3
+# A node's link counts as slow if whatever comes from it or goes to it takes thrice as long as
+# between other nodes, and a quarter of a second more, in two steps in a row: then a server is
+# better off elsewhere.
+_SLOW_FACTOR, _SLOW_SECONDS, _SLOW_STEPS = 3.0, 0.25, 2
 
 
 class ServersLost(RuntimeError):
@@ -121,10 +123,9 @@ class Step:
     states: list[Any]
     sums: dict[int, Sums] = field(default_factory=dict)
     totals: Sums | None = None
-    done: dict[int, float] = field(default_factory=dict)  # when
+    done: dict[int, list[float]] = field(default_factory=dict)  # seconds of each result's way
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
     reported: bool = False
-    began: float = 0.0
 
 
 class ShardedReducer:
@@ -251,15 +252,17 @@ class ShardedReducer:
 
     def _advance(self) -> None:
         """Send the next step to the servers, if they are done with the one before."""
-        if not self._waiting or not self._last().whole:
+        last = self._last()
+        if not self._waiting or not last.whole:
             return
+        if any(max(slot.states, default=-1) < last.number - 1 for slot in self._slots):
+            return  # no more than one version is without a copy of its state elsewhere
         if slow := next((slot for slot in self._slots if slot.slow >= _SLOW_STEPS), None):
             self._leave_out(slow)
         step = self._waiting.popleft()
         count = len(self._slots)
         step.model.spans, step.states = self._spans(), [None] * count
         step.model.refs, step.model.nodes = [None] * count, [None] * count
-        step.began = time.monotonic()
         self._log.append(step)
         for slot in self._slots:
             self._send(step, slot)
@@ -302,9 +305,8 @@ class ShardedReducer:
             step.model.nodes[slot.index] = self._carried(slot.span, member.place.node)
         self._call(member, done, partial(self._done, step, slot), missing)
 
-    def _done(self, step: Step, slot: Slot, answer: tuple[Sums, bool]) -> None:
-        step.sums[slot.index], has_arrays = answer
-        step.done[slot.index] = time.monotonic()
+    def _done(self, step: Step, slot: Slot, answer: Done) -> None:
+        step.sums[slot.index], has_arrays, step.done[slot.index] = answer
         parts = [step.model.refs[slot.index], step.states[slot.index]]
         slot.newest = Copy(step.version, [slot.span], parts, self._node(slot))
         slot.attempts = 0
@@ -349,18 +351,26 @@ class ShardedReducer:
     # --- a server whose link is slow -------------------------------------------------------------
 
     def _watch_times(self, step: Step) -> None:
-        """Count for each server the steps in a row in which all others waited for it."""
-        took = {index: at - step.began for index, at in step.done.items()}
+        """Count for each server's node the steps in a row in which all ways from and to it were
+        slow, against those between other nodes."""
+        ways: list[tuple[str, str, float]] = []
         for slot in self._slots:
-            others = [seconds for index, seconds in took.items() if index != slot.index]
-            usual = numbers.median(others) if others else took[slot.index]
-            bound = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
-            slot.slow = slot.slow + 1 if took[slot.index] > bound else 0
+            if len(step.done[slot.index]) == len(step.results):
+                for result, seconds in zip(step.results, step.done[slot.index], strict=True):
+                    ways.append((result.node, self._node(slot), seconds))
+        ways = [way for way in ways if way[0] != way[1]]
+        for slot in self._slots:
+            mine = [seconds for *ends, seconds in ways if self._node(slot) in ends]
+            others = [seconds for *ends, seconds in ways if self._node(slot) not in ends]
+            if mine and others:
+                usual = numbers.median(others)
+                bound = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+                slot.slow = slot.slow + 1 if min(mine) > bound else 0
 
     def _leave_out(self, slow: Slot) -> None:
         """Cut the model anew among the other servers. Only between two steps."""
         logger.warning(
-            "server %s kept the others waiting for %d steps: its slice goes to them",
+            "the link to server %s was slow for %d steps in a row: its slice goes to the others",
             slow.server,
             slow.slow,
         )
@@ -389,14 +399,15 @@ class ShardedReducer:
             slot.states[version] = state
             return
 
-        def kept(future: Future[Any]) -> None:
-            if future.exception() is None:
-                slot.states[version] = keeper
-                self._forget()
+        def kept(future: Future[Any] | None = None) -> None:
+            failed = future is None or future.exception() is not None
+            slot.states[version] = state if failed else keeper  # at least there is the original
+            self._forget()
+            self._advance()
 
         oldest = self._base.number
         answer = keeper.actor.keep.remote(slot.index, version, oldest, state)
-        self._calls.add(answer, self._patience, kept, lambda: None)
+        self._calls.add(answer, self._patience, kept, kept)
 
     def _keeper(self, slot: Slot) -> Member | None:
         """Return the next server on another node."""
@@ -456,8 +467,9 @@ class ShardedReducer:
     def _lose(self, member: Member, why: str) -> None:
         logger.warning("server %s is lost: %s", member.name, why)
         slot = next(slot for slot in self._slots if slot.server == member.name)
-        for other in self._slots:  # what it kept for others is gone
-            other.states = {v: s for v, s in other.states.items() if s is not member}
+        for other in self._slots:  # what it kept for others is gone; the originals are not
+            if any(state is member for state in other.states.values()):
+                other.states = {other.newest.version: other.newest.parts[1]}
         if not self._pool.replace(member):
             raise ServersLost(
                 f"server {member.name} was lost too often ({why}); the last whole version is "
@@ -480,9 +492,9 @@ class ShardedReducer:
         for member in self._workers.members.values():
             if member.joined and member.place and member.place.node in alive:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    version = ray.get(member.actor.holds.remote(), timeout=_SHORT)
-                    if version >= self._base.number and version in slot.states:
-                        found.append((version, member))
+                    for version in ray.get(member.actor.holds.remote(), timeout=_SHORT):
+                        if version >= self._base.number and version in slot.states:
+                            found.append((version, member))
         if not found:
             raise ServersLost(
                 f"the node of server {slot.server} is lost, and no worker has a version of its "

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +13,7 @@ import numpy as np
 import ray
 
 from paceline.core.protocol import Stats, Task, TaskId, Work, WorkerId
-from paceline.engines.ray.carrier import Carriers, ask
+from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
 from paceline.learners.base import Array, Learner, Outcome, Replica, Span
 
 
@@ -87,52 +85,6 @@ def read(reply: Reply) -> Answer:
     return Answer(Token(*name), vector, samples, seconds, stats)
 
 
-class GivenUp(Exception):
-    """The task is not wanted any more."""
-
-
-class Incoming:
-    """A model that comes as references: its slices travel as soon as they appear.
-
-    Whoever waits is woken when all are here or the task is given up, and never looks in between:
-    a wait that begins again and again makes Ray ask for the slices again and again.
-    """
-
-    def __init__(self, refs: Sequence[Any]) -> None:
-        self.slices: list[Array] = []
-        self.waited = 0.0
-        self._wake = threading.Event()
-        self._lock = threading.Lock()
-        self._given_up = False
-        self._missing = len(refs)
-        self._futures: list[Future[Any]] = [ref.future() for ref in refs]
-        for future in self._futures:
-            future.add_done_callback(self._arrived)
-
-    def give_up(self) -> None:
-        self._given_up = True
-        self._wake.set()
-
-    def __iter__(self) -> Iterator[Array]:
-        begin = time.monotonic()
-        if not self._wake.wait(_LONGEST):
-            raise ray.exceptions.GetTimeoutError
-        self.waited = time.monotonic() - begin
-        if self._given_up:
-            raise GivenUp
-        self.slices = [future.result() for future in self._futures]
-        yield from self.slices
-
-    def _arrived(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._missing -= 1
-            if not self._missing:
-                self._wake.set()
-
-
-_LONGEST = 3600.0  # seconds; the engine gives a worker up long before
-
-
 class Worker:
     """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
 
@@ -141,12 +93,16 @@ class Worker:
         self._carriers: Carriers = {}
         self._computing: Token | None = None
         self._incoming: Incoming | None = None  # of the task that is being computed
-        self._last: tuple[int, Sequence[Span], Sequence[Array]] = (-1, (), ())
+        # The last two models, each by version: what a server starts from whose node is lost. Two,
+        # since its optimizer's state may have been copied up to the one before only.
+        self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
 
     def set_up(self, learner: Learner, seed: int, carriers: Carriers) -> Place:
         """Build the replica; an earlier one is forgotten."""
         self._carriers = carriers
+        self._models.clear()
+        self._incoming = None
         self._replica = None  # the old one's memory first
         self._replica = learner.replica(seed)
         return here()
@@ -192,7 +148,9 @@ class Worker:
             self._carriers = {}  # it may be theirs to blame; the stores are as good
             lost: Reply = (tuple(token), None, None, 0.0, {})
             return lost, *(None for _ in spans)
-        self._last = task.version, cut, incoming.slices
+        self._models[task.version] = cut, incoming.slices
+        for old in sorted(self._models)[:-2]:
+            del self._models[old]
         seconds = time.monotonic() - begin - incoming.waited
         vector = outcome.vector
         slices = (None if vector is None else vector[start:stop] for start, stop in spans)
@@ -205,16 +163,14 @@ class Worker:
         return self._replica.compute(model, task, proceed)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def holds(self) -> int:
-        """Return the version of the model that this worker has from its last task."""
-        return self._last[0]
+    def holds(self) -> list[int]:
+        """Return the versions of the model that this worker has from its last tasks."""
+        return list(self._models)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def held(self, version: int, span: Span) -> Array:
-        """Return a slice of that model, for a server to start from."""
-        number, spans, slices = self._last
-        if number != version:
-            raise RuntimeError(f"version {version} was asked for, and here is {number}")
+        """Return a slice of such a model, for a server to start from."""
+        spans, slices = self._models[version]
         pieces = [
             piece[max(span[0] - start, 0) : max(span[1] - start, 0)]
             for (start, _), piece in zip(spans, slices, strict=True)
