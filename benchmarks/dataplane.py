@@ -1,0 +1,365 @@
+"""What a step costs over a network: spread servers against a star and against all-reduce.
+
+Four hosts on this machine (network namespaces, `paceline.testing.hosts`), each behind a link of
+100 Mbit/s, 20 ms round trips between them, one Ray node on each. Three arms move the same vector:
+
+- all-reduce: gloo among one process per host, what plain data-parallel training does;
+- star: `sync` with the model in the driver;
+- spread: `sync` with a server on each host.
+
+They take turns in blocks. Then one host's link falls to a tenth, and `k_sync(3)` with spread
+servers is compared with itself before, and all-reduce likewise. Computing takes 10 ms a step, so
+that this is the network's time alone. Needs root, `ip`, and a C compiler.
+
+`--large`: a model of 200M parameters on 4 workers and 4 servers of one host, and its memory.
+
+    python benchmarks/dataplane.py [--quick] [--large]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from _report import OtherLoad, finish, machine, parser, quantile, table
+from paceline.testing.hosts import Hosts, missing
+
+RATE, DELAY, QUEUE = 100e6, 0.005, 1 << 20
+SLOW = 0.1
+BOUNDS = {"to_all_reduce": 1.25, "star_to_spread": 2.0, "slow_link": 1.3}
+QUICK_BOUNDS = {"to_all_reduce": 1.8, "star_to_spread": 1.4}  # three hosts, a handful of steps
+WARM_UP = 2  # steps or rounds of a block that do not count
+INPUTS, CLASSES = 784, 10
+
+
+def hidden_for(megabytes: float) -> int:
+    return int(megabytes * 1e6 / 4 / (INPUTS + CLASSES + 1))
+
+
+def examples() -> TensorDataset:
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(CLASSES, (256,), generator=random)
+    return TensorDataset(torch.randn(256, INPUTS, generator=random), labels)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def learner(megabytes: float, workers: int, momentum: float) -> pl.TorchLearner:
+    hidden = hidden_for(megabytes)
+    torch.manual_seed(0)
+    return pl.TorchLearner(
+        nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)),
+        loss,
+        partial(torch.optim.SGD, lr=0.01, momentum=momentum),
+        examples,  # opened by each worker, so that it does not travel
+        batch_size=4 * workers,
+    )
+
+
+# --- on host 0 -----------------------------------------------------------------------------------
+
+
+class Peer:
+    """One process of the all-reduce."""
+
+    def __init__(self, address: str, rank: int, size: int) -> None:
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+        self._dist = dist
+
+    def rounds(self, length: int, count: int) -> list[float]:
+        vector, seconds = torch.ones(length), []
+        for _ in range(count):
+            self._dist.barrier()
+            begin = time.perf_counter()
+            self._dist.all_reduce(vector)
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+
+class Arms:
+    """All arms on one cluster, one at a time."""
+
+    def __init__(self, engine: pl.Ray) -> None:
+        self._engine = engine
+        nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])
+        address = f"tcp://{nodes[0]['NodeManagerAddress']}:29777"
+        self.size = len(nodes)
+        self._peers = [
+            ray.remote(num_cpus=0)(Peer)
+            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+            .remote(address, rank, self.size)
+            for rank, node in enumerate(nodes)
+        ]
+
+    def all_reduce(self, megabytes: float, rounds: int) -> list[float]:
+        length = hidden_for(megabytes) * (INPUTS + CLASSES + 1) + CLASSES
+        calls = [peer.rounds.remote(length, WARM_UP + rounds) for peer in self._peers]
+        slowest = np.max(ray.get(calls, timeout=600), axis=0)
+        return [float(seconds) for seconds in slowest[WARM_UP:]]
+
+    def steps(
+        self, servers: Any, policy: pl.Gather, megabytes: float, steps: int, momentum: float = 0.0
+    ) -> list[float]:
+        self._engine.servers = servers
+        trainer = pl.Trainer(
+            learner(megabytes, self.size, momentum), policy, self._engine, progress=False
+        )
+        run = trainer.fit(steps=WARM_UP + steps)
+        return [float(s) for s in np.diff(run.metrics["seconds"], prepend=0.0)]
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def drive(sizes: list[float], passes: int, counts: list[list[int]], slow: bool) -> None:
+    """Measure on the hosts, telling each block; ask for changes of the link and wait for them."""
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    workers = len(ray.nodes())
+    with pl.Ray(workers, cpus=1, timeout=300) as engine:
+        arms = Arms(engine)
+        for megabytes, (rounds, spread, star) in zip(sizes, counts, strict=True):
+            some = pl.k_sync(workers - 1)
+            if slow:
+                arms.steps("spread", pl.sync(), megabytes, 1)  # connections, first pages
+            for _ in range(passes):
+                block = partial(tell, size=megabytes)
+                block(arm="all-reduce", seconds=arms.all_reduce(megabytes, rounds))
+                tell(mark="spread")
+                seconds = arms.steps("spread", pl.sync(), megabytes, spread)
+                tell(mark="")
+                block(arm="spread", seconds=seconds[WARM_UP:])
+                block(
+                    arm="star", seconds=arms.steps("driver", pl.sync(), megabytes, star)[WARM_UP:]
+                )
+                if slow:
+                    seconds = arms.steps("spread", pl.sync(), megabytes, spread, momentum=0.9)
+                    block(arm="spread, momentum", seconds=seconds[WARM_UP:])
+                    seconds = arms.steps("spread", some, megabytes, spread)
+                    block(arm="k_sync", seconds=seconds[WARM_UP:])
+            if slow:
+                tell(link="slow")
+                input()
+                tell(
+                    size=megabytes,
+                    arm="all-reduce, slow link",
+                    seconds=arms.all_reduce(megabytes, 2),
+                )
+                # It takes some steps to see that the link is slow and to leave its server out.
+                seconds = arms.steps("spread", some, megabytes, spread + 6)
+                tell(size=megabytes, arm="k_sync, slow link, all steps", seconds=seconds)
+                tell(size=megabytes, arm="k_sync, slow link", seconds=seconds[8:])
+                tell(link="fast")
+                input()
+
+
+# --- outside -------------------------------------------------------------------------------------
+
+
+def measure(quick: bool) -> tuple[dict[str, Any], float]:
+    """Let host 0 drive, change links when it asks; return seconds by size and arm."""
+    hosts_count = 3 if quick else 4
+    sizes = [5.0] if quick else [5.0, 20.0]
+    counts = [[3, 4, 2]] if quick else [[8, 10, 4], [4, 6, 2]]
+    passes = 1 if quick else 2
+    plan = json.dumps([sizes, passes, counts, not quick])
+    found: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+    carried: list[float] = []
+    with Hosts(hosts_count, delay=DELAY, rate=RATE, queue=QUEUE) as hosts:
+        hosts.start_ray(cpus=1)
+        process = hosts.popen(
+            0,
+            [sys.executable, __file__, "--drive", plan],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        killer = threading.Timer(1500, process.kill)
+        killer.start()
+        for line in process.stdout:  # type: ignore[union-attr]
+            if not line.startswith("{"):
+                continue
+            told = json.loads(line)
+            if "arm" in told:
+                found[f"{told['size']:g} MB"][told["arm"]] += told["seconds"]
+            elif "mark" in told:
+                carried.append(hosts.carried()[1][0])
+            elif "link" in told:
+                rate = RATE * SLOW if told["link"] == "slow" else RATE
+                hosts.link(hosts_count - 1, rate=rate)
+                process.stdin.write("\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+        killer.cancel()
+        if process.wait(30):
+            raise RuntimeError(f"the driver on host 0 ended with {process.returncode}")
+    per_step = (carried[1] - carried[0]) / (counts[0][1] + WARM_UP) / 1e6
+    return {size: dict(arms) for size, arms in found.items()}, per_step
+
+
+def report(found: dict[str, Any], per_step: float, bounds: dict[str, float]) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "bytes_out_of_a_host_per_step_of_the_first_size_MB": round(per_step, 2)
+    }
+    rows = []
+    for size, arms in found.items():
+        middle = {arm: quantile(seconds, 0.5) for arm, seconds in arms.items()}
+        for arm, seconds in arms.items():
+            rows.append(
+                [
+                    f"{size}, {arm}",
+                    str(len(seconds)),
+                    f"{middle[arm]:.2f} [{min(seconds):.2f}–{max(seconds):.2f}]",
+                    f"{middle[arm] / middle['all-reduce']:.2f}",
+                ]
+            )
+        ratios = {
+            "to_all_reduce": middle["spread"] / middle["all-reduce"],
+            "star_to_spread": middle["star"] / middle["spread"],
+        }
+        if "k_sync" in arms:
+            ratios["slow_link"] = middle["k_sync, slow link"] / middle["k_sync"]
+            ratios["all_reduce_slow_link"] = middle["all-reduce, slow link"] / middle["all-reduce"]
+            ratios["copies_of_momentum"] = middle["spread, momentum"] / middle["spread"]
+        figures[size] = {
+            "seconds": {arm: round(value, 3) for arm, value in middle.items()},
+            "ratios": {name: round(value, 3) for name, value in ratios.items()},
+            "ok": ratios["to_all_reduce"] <= bounds["to_all_reduce"]
+            and ratios["star_to_spread"] >= bounds["star_to_spread"]
+            and ratios.get("slow_link", 0.0) <= bounds.get("slow_link", 1.0),
+        }
+    table(["", "steps", "seconds, median [range]", "to all-reduce"], rows)
+    for size in found:
+        print(size, figures[size]["ratios"])
+    return figures
+
+
+# --- a large model on one host -------------------------------------------------------------------
+
+LAYERS, WIDTH = 8, 5000  # 8 x 5000 x 5000: 200M parameters
+
+
+def deep_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).pow(2).mean()
+
+
+def wide_examples() -> TensorDataset:
+    return TensorDataset(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+
+def memory_of_tree() -> float:
+    """Return the megabytes of this process and its descendants; what they share counts once."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(fields[1])
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    total = 0.0
+    for pid in ours:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+    return total
+
+
+class Peak(threading.Thread):
+    """Looks at the memory twice a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.megabytes = 0.0
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.5):
+            self.megabytes = max(self.megabytes, memory_of_tree())
+
+
+def large() -> dict[str, Any]:
+    """Train 200M parameters for 3 steps on 4 workers and 4 servers, and watch the memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    size = sum(p.numel() for p in model.parameters()) * 4 / 1e6
+    recipe = pl.TorchLearner(
+        model, deep_loss, partial(torch.optim.SGD, lr=0.01), wide_examples, batch_size=8
+    )
+    peak = Peak()
+    peak.start()
+    begin = time.monotonic()
+    with pl.Ray(workers=4, servers=4, timeout=300) as engine:
+        run = pl.Trainer(recipe, pl.sync(), engine, progress=False).fit(steps=3)
+    peak.done.set()
+    # In units of the model: the recipe, the driver's own server; each worker the module of the
+    # recipe, values and gradients; servers values and gradients; in the store the recipe as it is
+    # sent, four results, and two versions of the model.
+    units = 2 + 4 * 3 + 2 + (1 + 4 + 2)
+    figures = {
+        "model_MB": round(size),
+        "steps": run.steps,
+        "seconds_per_step": [round(float(s), 1) for s in np.diff(run.metrics["seconds"])],
+        "seconds": round(time.monotonic() - begin),
+        "loss": [round(float(value), 4) for value in run.metrics["loss"]],
+        "peak_MB": round(peak.megabytes),
+        "need_MB": round(units * size + 9 * 190 + 250),
+        "need": f"{units} models, 190 MB for each of 9 processes with torch, 250 MB for Ray",
+    }
+    figures["peak_to_need"] = round(figures["peak_MB"] / figures["need_MB"], 3)
+    return figures
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--large", action="store_true", help="the large model alone")
+    arguments.add_argument("--drive", help="for the benchmark itself, on host 0")
+    given = arguments.parse_args()
+    if given.drive:
+        drive(*json.loads(given.drive))
+        return
+    about = machine("torch", "ray", "numpy")
+    if given.large:
+        figures = large()
+        print(json.dumps(figures, indent=1))
+        ok = figures["steps"] == 3 and figures["peak_to_need"] <= 1.2
+        finish("dataplane, 200M parameters", figures, {"peak_to_need": 1.2}, ok, about, False)
+    bounds = QUICK_BOUNDS if given.quick else BOUNDS
+    if reason := missing():
+        finish("dataplane", {"not_run": reason}, bounds, False, about, given.quick)
+    load = OtherLoad()
+    found, per_step = measure(given.quick)
+    figures = report(found, per_step, bounds)
+    about["others"] = load.cores()
+    ok = all(figure["ok"] for name, figure in figures.items() if name.endswith(" MB"))
+    finish("dataplane", figures, bounds, ok, about, given.quick)
+
+
+if __name__ == "__main__":
+    main()
