@@ -27,6 +27,8 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/simulator.py
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/stragglers.py
+	$(PYTHON) benchmarks/dataplane.py
+	$(PYTHON) benchmarks/dataplane.py --large
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

@@ -44,3 +44,10 @@ def ray_workers() -> Iterator[pl.Ray]:
     """Keep one cluster and its four worker processes for the whole test run."""
     with pl.Ray(workers=4, timeout=60, respawns=20) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def ray_servers() -> Iterator[pl.Ray]:
+    """Keep four workers and three servers that share the model."""
+    with pl.Ray(workers=4, servers=3, timeout=60, respawns=50) as engine:
+        yield engine

@@ -1,6 +1,6 @@
 """Trains on hosts that are far apart, tells of each step, and compares with a simulated run.
 
-Run on host 0 by test_far_hosts.py: python far_run.py WORKERS POLICY STEPS MOMENTUM
+Run on host 0 by test_far_hosts.py: python far_run.py WORKERS K STEPS LEARNER
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -18,47 +17,50 @@ import torch
 import paceline as pl
 from tests.conftest import flat, make_learner
 
+RULES = {
+    "plain": {"optimizer": partial(torch.optim.SGD, lr=0.01)},
+    "momentum": {"optimizer": partial(torch.optim.SGD, lr=0.01, momentum=0.9)},
+    "clipped": {
+        "optimizer": partial(torch.optim.AdamW, lr=1e-3),
+        "transform": pl.ClipNorm(0.5),
+    },
+}
+
 
 class Tell(pl.Callback):
     def stepped(self, progress: pl.Progress) -> None:
-        print(f"step {progress.step} {time.time():.3f}", flush=True)
+        print(f"step {progress.step} after {progress.seconds:.3f} s", flush=True)
 
 
-def learner(momentum: float) -> pl.TorchLearner:
+def learner(rules: str) -> pl.TorchLearner:
     plain = make_learner(hidden=20_000)  # 1.9 MB
     return pl.TorchLearner(
-        plain.model,
-        plain.loss,
-        partial(torch.optim.SGD, lr=0.01, momentum=momentum),
-        plain.dataset,
-        plain.batch_size,
-    )
+        plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **RULES[rules]
+    )  # type: ignore[arg-type]
 
 
 def main() -> None:
-    workers, k, steps, momentum = (int(word) for word in sys.argv[1:])
+    workers, k, steps = (int(word) for word in sys.argv[1:4])
+    rules = sys.argv[4]
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     policy = pl.sync(workers) if k == workers else pl.k_sync(k)
     with pl.Ray(workers=workers, cpus=1, timeout=60, start_timeout=60, respawns=2) as engine:
-        trainer = pl.Trainer(
-            learner(momentum / 10), policy, engine, progress=False, callbacks=[Tell()]
+        run = pl.Trainer(learner(rules), policy, engine, progress=False, callbacks=[Tell()]).fit(
+            steps=steps
         )
-        run = trainer.fit(steps=steps)
-        servers = len(engine._server_pool.members) if engine._server_pool else 0
-    simulator = pl.Simulator(workers)
-    whole = pl.Trainer(
-        learner(momentum / 10), pl.sync(workers), simulator, progress=False
-    ).fit(steps=steps)
-    same = torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
-    told = {
+        servers = [name for name in engine.members() if name.startswith("s")]
+    whole = pl.Trainer(learner(rules), pl.sync(workers), pl.Simulator(workers), progress=False).fit(
+        steps=steps
+    )
+    found = {
         "steps": run.steps,
-        "same": same,
-        "servers": servers,
+        "same": torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6),
+        "servers": len(servers),
         "replays": pl.replay(run.policy, run.journal) == run.journal,
         "seconds": np.diff(run.metrics["seconds"]).round(3).tolist(),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -37,39 +37,33 @@ def remake(**changes: object) -> pl.TorchLearner:
     )  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def sharded() -> Iterator[pl.Ray]:
-    with pl.Ray(workers=3, servers=3, timeout=60, respawns=20) as engine:
-        yield engine
-
-
 def simulated(learner: pl.TorchLearner, steps: int) -> pl.Run:
-    return pl.Trainer(learner, pl.sync(), pl.Simulator(3), progress=False).fit(steps=steps)
+    return pl.Trainer(learner, pl.sync(), pl.Simulator(4), progress=False).fit(steps=steps)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_steps_in_slices_are_the_steps_of_the_whole(sharded: pl.Ray, name: str) -> None:
-    run = pl.Trainer(LEARNERS[name](), pl.sync(), sharded, progress=False).fit(steps=12)
+def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: str) -> None:
+    run = pl.Trainer(LEARNERS[name](), pl.sync(), ray_servers, progress=False).fit(steps=12)
     whole = simulated(LEARNERS[name](), 12)
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
     assert pl.replay(run.policy, run.journal) == run.journal
 
 
-def test_a_run_goes_on_with_other_servers(sharded: pl.Ray, tmp_path: object) -> None:
+def test_a_run_goes_on_with_other_servers(ray_servers: pl.Ray, tmp_path: object) -> None:
     saves = pl.Checkpoints(str(tmp_path), every=5)
     learner = LEARNERS["AdamW, a schedule, clipping"]
-    pl.Trainer(learner(), pl.sync(), sharded, progress=False, checkpoints=saves).fit(steps=5)
-    resumed = pl.Trainer(learner(), pl.sync(), pl.Simulator(3), progress=False)
+    pl.Trainer(learner(), pl.sync(), ray_servers, progress=False, checkpoints=saves).fit(steps=5)
+    resumed = pl.Trainer(learner(), pl.sync(), pl.Simulator(4), progress=False)
     whole = resumed.resume(str(tmp_path)).fit(steps=9)
-    again = pl.Trainer(learner(), pl.sync(), sharded, progress=False).resume(str(tmp_path))
+    again = pl.Trainer(learner(), pl.sync(), ray_servers, progress=False).resume(str(tmp_path))
     run = again.fit(steps=9)
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     straight = simulated(learner(), 9)
     assert torch.allclose(flat(run.model), flat(straight.model), rtol=1e-6, atol=1e-6)
 
 
-def test_the_model_can_be_looked_at_while_it_trains(sharded: pl.Ray) -> None:
+def test_the_model_can_be_looked_at_while_it_trains(ray_servers: pl.Ray) -> None:
     seen: list[torch.Tensor] = []
 
     class Look(pl.Callback):
@@ -77,7 +71,9 @@ def test_the_model_can_be_looked_at_while_it_trains(sharded: pl.Ray) -> None:
             if progress.step in (3, 6):
                 seen.append(flat(progress.model()))
 
-    pl.Trainer(make_learner(), pl.sync(), sharded, progress=False, callbacks=[Look()]).fit(steps=7)
+    pl.Trainer(make_learner(), pl.sync(), ray_servers, progress=False, callbacks=[Look()]).fit(
+        steps=7
+    )
     for step, model in zip((3, 6), seen, strict=True):
         assert torch.equal(model, flat(simulated(make_learner(), step).model))
 
@@ -85,16 +81,16 @@ def test_the_model_can_be_looked_at_while_it_trains(sharded: pl.Ray) -> None:
 @pytest.mark.parametrize("name", ["momentum", "AdamW, a schedule, clipping"])
 @pytest.mark.parametrize("victims", [("s1",), ("s0", "s2"), ("s1", "w2")])
 def test_servers_killed_in_mid_step_change_nothing(
-    sharded: pl.Ray, name: str, victims: tuple[str, ...]
+    ray_servers: pl.Ray, name: str, victims: tuple[str, ...]
 ) -> None:
     """With a worker in the same step, too: nothing is half taken, nothing taken twice."""
 
     def kill() -> None:
         for victim in victims:
-            os.kill(sharded.pids()[victim], signal.SIGKILL)
+            os.kill(ray_servers.pids()[victim], signal.SIGKILL)
 
     trainer = pl.Trainer(
-        LEARNERS[name](), pl.sync(3), sharded, progress=False, callbacks=[At(4, kill)]
+        LEARNERS[name](), pl.sync(4), ray_servers, progress=False, callbacks=[At(4, kill)]
     )
     run = trainer.fit(steps=9)
     whole = simulated(LEARNERS[name](), 9)
@@ -107,12 +103,14 @@ def test_servers_killed_in_mid_step_change_nothing(
 
 @pytest.mark.parametrize("policy", [pl.k_sync(2), pl.rennala(4), pl.ringmaster(4)])
 def test_under_every_policy_a_killed_server_costs_no_step(
-    sharded: pl.Ray, policy: pl.Gather
+    ray_servers: pl.Ray, policy: pl.Gather
 ) -> None:
     def kill() -> None:
-        os.kill(sharded.pids()["s0"], signal.SIGKILL)
+        os.kill(ray_servers.pids()["s0"], signal.SIGKILL)
 
-    trainer = pl.Trainer(heavy_learner(), policy, sharded, progress=False, callbacks=[At(4, kill)])
+    trainer = pl.Trainer(
+        heavy_learner(), policy, ray_servers, progress=False, callbacks=[At(4, kill)]
+    )
     run = trainer.fit(steps=10)
     assert run.steps == 10
     assert pl.replay(run.policy, run.journal) == run.journal
@@ -129,21 +127,24 @@ def test_a_paused_server_is_given_up_after_the_timeout() -> None:
         ).fit(steps=8)
     whole = pl.Trainer(make_learner(), pl.sync(), pl.Simulator(2), progress=False).fit(steps=8)
     assert torch.equal(flat(run.model), flat(whole.model))
+    assert not [event for event in lives(run) if isinstance(event, Left)]  # the workers waited
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_is_trained(sharded: pl.Ray) -> None:
+def test_what_cannot_be_cut_is_refused_before_anything_is_trained(ray_servers: pl.Ray) -> None:
     learner = remake(optimizer=partial(torch.optim.Adafactor, lr=0.01))
     with pytest.raises(ValueError, match="servers='driver'"):
-        pl.Trainer(learner, pl.sync(), sharded, progress=False).fit(steps=1)
+        pl.Trainer(learner, pl.sync(), ray_servers, progress=False).fit(steps=1)
     with pytest.raises(ValueError, match="3 servers for a model of 1 values"):
-        pl.Trainer(pl.Quadratic(), pl.sync(), sharded, progress=False).fit(steps=1)
+        pl.Trainer(pl.Quadratic(), pl.sync(), ray_servers, progress=False).fit(steps=1)
 
 
-def test_a_users_error_in_a_servers_step_reaches_the_user(sharded: pl.Ray) -> None:
+def test_a_users_error_in_a_servers_step_reaches_the_user(ray_servers: pl.Ray) -> None:
     learner = remake(transform=Broken())
     with pytest.raises(ZeroDivisionError, match="my own transform"):
-        pl.Trainer(learner, pl.sync(), sharded, progress=False).fit(steps=3)
-    assert pl.Trainer(make_learner(), pl.sync(), sharded, progress=False).fit(steps=2).steps == 2
+        pl.Trainer(learner, pl.sync(), ray_servers, progress=False).fit(steps=3)
+    assert (
+        pl.Trainer(make_learner(), pl.sync(), ray_servers, progress=False).fit(steps=2).steps == 2
+    )
 
 
 class Broken:

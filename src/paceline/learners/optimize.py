@@ -150,7 +150,7 @@ class TorchServer(TorchShard, Steps):
 
     def __init__(self, module: nn.Module, rules: Rules) -> None:
         self._flat = FlatModule(copy.deepcopy(module).train(), with_grads=False)
-        self._rules = rules
+        self._rules, self._is_elementwise = rules, False  # until it is tried
         super().__init__(
             self._flat.values,
             self._flat.trainable,
@@ -166,7 +166,9 @@ class TorchServer(TorchShard, Steps):
 
     def recipe(self, span: Span) -> Recipe:
         shapes = tuple(tuple(parameter.shape) for parameter in self._flat.parameters)
-        check_elementwise(self._rules.optimizer, shapes)
+        if not self._is_elementwise:
+            check_elementwise(self._rules.optimizer, shapes)
+            self._is_elementwise = True
         return SliceRecipe(self._rules, shapes, self._values.numel(), span)
 
     def model(self) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, TypeAlias, cast
@@ -133,8 +133,9 @@ class TorchReplica:
     """The worker's side: a copy of the module and the data."""
 
     def __init__(self, learner: TorchLearner, seed: int) -> None:
-        self._learner, self._seed = learner, seed
+        self._seed = seed
         self._flat = FlatModule(copy.deepcopy(learner.model).train(), learner.device)
+        self._learner = replace(learner, model=self._flat.module)  # lets go of the recipe's
         dataset = learner.open_dataset()
         self._fetch = _fetcher(dataset, learner.collate)
         self._stream = Stream(len(dataset), seed)  # type: ignore[arg-type]

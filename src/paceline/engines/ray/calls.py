@@ -14,13 +14,16 @@ from typing import Any
 _LONGEST_WAIT = 3600.0  # what a lock can wait for has a limit
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Call:
-    """A call without an answer so far: what to do when it comes, and what if it does not."""
+    """A call without an answer so far: what to do when it comes, and what if it does not.
+
+    overdue: returns whether to be patient once more.
+    """
 
     deadline: float
     answered: Callable[[Future[Any]], None]
-    overdue: Callable[[], None]
+    overdue: Callable[[], bool | None]
 
 
 class Calls:
@@ -37,7 +40,7 @@ class Calls:
         ref: Any,
         patience: float,
         answered: Callable[[Future[Any]], None],
-        overdue: Callable[[], None],
+        overdue: Callable[[], bool | None],
     ) -> Call:
         """Have `answered` called from `wait` when the call is done or has failed."""
         call = Call(time.monotonic() + patience, answered, overdue)
@@ -81,7 +84,9 @@ class Calls:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for calls in self._open.values():
+        for patience, calls in list(self._open.items()):
             while calls and (call := next(iter(calls))).deadline <= now:
                 del calls[call]
-                call.overdue()
+                if call.overdue():
+                    call.deadline = now + patience
+                    calls[call] = None

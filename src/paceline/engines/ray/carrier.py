@@ -8,6 +8,7 @@ carrier, slices go by the stores.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.learners.base import Array
+
+logger = logging.getLogger(__name__)
 
 FAR = 0.005
 """Seconds of a round trip from which on a node counts as far."""
@@ -41,7 +44,7 @@ class Carrier:
 
 
 def start_carriers(nodes: Sequence[str], patience: float) -> dict[str, Any]:
-    """Start a carrier on each node, and keep those that are far from here."""
+    """Start a carrier on each node; return none if no node is far from here, or one is silent."""
     inline = {"RAY_max_direct_call_object_size": str(CARRIED_BYTES + 2**16)}
     carrier = ray.remote(
         num_cpus=0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": inline}
@@ -52,8 +55,15 @@ def start_carriers(nodes: Sequence[str], patience: float) -> dict[str, Any]:
         ).remote()
         for node in nodes
     }
-    ray.get([actor.ping.remote() for actor in made.values()], timeout=patience)
-    return made if max(_round_trip(actor, patience) for actor in made.values()) > FAR else {}
+    try:
+        ray.get([actor.ping.remote() for actor in made.values()], timeout=patience)
+        if max(_round_trip(actor, patience) for actor in made.values()) > FAR:
+            return made
+    except ray.exceptions.RayError as error:
+        logger.warning("slices go by the stores alone: %s", error)
+    for actor in made.values():
+        ray.kill(actor)
+    return {}
 
 
 def _round_trip(actor: Any, patience: float) -> float:

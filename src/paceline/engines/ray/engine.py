@@ -43,7 +43,7 @@ from paceline.engines.base import Job
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import start_carriers
 from paceline.engines.ray.cluster import connect
-from paceline.engines.ray.pool import Member, Pool, make_servers, make_workers
+from paceline.engines.ray.pool import Member, Pool, alive_nodes, make_servers, make_workers
 from paceline.engines.ray.reducer import DriverReducer, Model, Reducer
 from paceline.engines.ray.sharded import ShardedReducer
 from paceline.engines.ray.worker import Token, read
@@ -120,6 +120,7 @@ class Ray:
         self._server_pool: Pool | None = None
         self._server_nodes: list[str] = []
         self._carriers: dict[str, Any] = {}
+        self._carriers_tried: list[str] = []  # the nodes that were asked
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
         self._clear()
@@ -136,6 +137,7 @@ class Ray:
         self._events: deque[Event] = deque()
         self._timers: list[tuple[float, str]] = []
         self._orders: dict[TaskId, _Order] = {}
+        self._homeless: list[TaskId] = []  # to be computed again as soon as there is a worker
 
     def __repr__(self) -> str:
         servers = "" if self.servers is None else f", servers={self.servers!r}"
@@ -153,6 +155,11 @@ class Ray:
     ) -> None:
         self._keep = False
         self.shutdown()
+
+    def members(self) -> list[str]:
+        """Return the names of the workers and servers that there are."""
+        pools = [pool for pool in (self._pool, self._server_pool) if pool is not None]
+        return [name for pool in pools for name in pool.members]
 
     def pids(self) -> dict[WorkerId, int]:
         """Return the process of each worker and server that is up on this machine."""
@@ -189,10 +196,11 @@ class Ray:
 
     def _start_carriers(self, job: Job) -> None:
         """Have what shortens the way of slices between nodes that are far apart."""
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        nodes = sorted(alive_nodes())
         small = job.learner.message_bytes < SPREAD_BYTES
-        if self.servers == "driver" or len(nodes) == 1 or small or self._carriers:
+        if self.servers == "driver" or len(nodes) == 1 or small or nodes == self._carriers_tried:
             return
+        self._carriers_tried = nodes
         self._carriers = start_carriers(nodes, self._start_timeout)
 
     def _make_reducer(self, job: Job) -> Reducer:
@@ -271,7 +279,7 @@ class Ray:
         self._pool = self._server_pool = None
         for carrier in self._carriers.values():
             ray.kill(carrier)
-        self._carriers = {}
+        self._carriers, self._carriers_tried = {}, []
         if self._ours:
             ray.shutdown()
             self._ours = False
@@ -310,11 +318,12 @@ class Ray:
         Any worker gives the same result, so that nobody else needs to know.
         """
         assert self._pool is not None
+        self._orders[task.id] = _Order(task, model)
         able = [member for member in self._pool.members.values() if member.joined]
         if not able:
-            raise WorkersLost(f"no worker is left to compute the lost result of task {task.id}")
+            self._homeless.append(task.id)
+            return
         member = min(able, key=lambda m: len(m.waiting) + (m.busy is not None))
-        self._orders[task.id] = _Order(task, model)
         member.waiting.appendleft(task.id)
         self._ship(member)
 
@@ -338,8 +347,14 @@ class Ray:
             reply,
             self._timeout,
             partial(self._finished, member),
-            partial(self._lose, member, f"did not finish task {task.id} in {self._timeout:g} s"),
+            partial(self._overdue, member, order),
         )
+
+    def _overdue(self, member: Member, order: _Order) -> bool:
+        if not order.model.whole:
+            return True  # it waits for a server, who has a deadline of its own
+        self._lose(member, f"did not finish task {order.task.id} in {self._timeout:g} s")
+        return False
 
     def _cancel(self, id: int) -> None:
         order = self._orders.pop(id, None)
@@ -383,17 +398,22 @@ class Ray:
             return
         member.place, member.joined = future.result(), True
         self._events.append(Joined(member.name))
+        member.waiting.extend(self._homeless)
+        self._homeless.clear()
+        self._ship(member)
 
     def _finished(self, member: Member, future: Future[Any]) -> None:
         if self._failed(member, future):
             return
         answer = read(future.result())
         id = answer.token.task
+        if answer.token != member.busy:
+            return  # answered before
         member.busy = None
         if answer.samples is None:
             return self._without_model(member, id)
+        self._orders.pop(id, None)
         if self._results().accept(answer):
-            self._orders.pop(id, None)
             self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
         self._ship(member)
 
@@ -414,13 +434,15 @@ class Ray:
     def _without_model(self, member: Member, id: TaskId) -> None:
         """Send a task again whose model was lost on the way, when it is to be had again."""
         order = self._orders.get(id)
-        if order is None:
-            return  # cancelled meanwhile
+        if order is None:  # cancelled meanwhile
+            self._ship(member)
+            return
         order.attempts += 1
-        if order.attempts > _MODEL_ATTEMPTS:
+        member.waiting.appendleft(id)
+        if order.model.gone or order.attempts > _MODEL_ATTEMPTS:
+            # The policy has to hand it out on another model, which it does if a worker is lost.
             self._lose(member, f"could not get the model for task {id}")
         else:
-            member.waiting.appendleft(id)
             self._ship(member)
 
     def _lose(self, member: Member, why: str) -> None:
@@ -434,7 +456,7 @@ class Ray:
             self._events.append(Left(member.name))
         for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
             self._orders.pop(id, None)
-            self._results().drop(id)
+            self._results().drop(id, lost=True)
         if self._pool.replace(member):
             self._set_up(member.name)
         elif not self._pool.members:

@@ -59,7 +59,9 @@ def make_servers(nodes: Mapping[str, str]) -> Callable[[str], Any]:
     def make(name: str) -> Any:
         alive = alive_nodes()
         start = order.index(nodes[name])
-        chosen = next(node for node in order[start:] + order[:start] if node in alive)
+        chosen = next((n for n in order[start:] + order[:start] if n in alive), None)
+        if chosen is None:
+            raise RuntimeError(f"no node is left on which server {name} could be started")
         on = NodeAffinitySchedulingStrategy(chosen, soft=False)  # soft ones are not followed
         return actor.options(scheduling_strategy=on).remote()
 

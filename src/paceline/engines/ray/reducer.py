@@ -37,6 +37,10 @@ class Model(Protocol):
     def whole(self) -> bool:
         """Whether the step that makes it has been taken everywhere."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether a part of it is lost for good."""
+
 
 class Reducer(Protocol):
     """Holds results until a step uses them, each under the token it was expected by."""
@@ -47,7 +51,9 @@ class Reducer(Protocol):
     def accept(self, answer: Answer) -> bool:
         """Take a result in; False if nobody waits for it: it is stale or came before."""
 
-    def drop(self, task: TaskId) -> None: ...
+    def drop(self, task: TaskId, lost: bool = False) -> None:
+        """Forget a task and its result; lost: with the worker that was to compute it."""
+
     def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
         """Take a step along held results. It is reported when the whole model has taken it."""
 
@@ -64,6 +70,7 @@ class Payload:
 
     content: Any
     known = whole = True
+    gone = False
 
 
 class DriverReducer:
@@ -90,7 +97,7 @@ class DriverReducer:
             answer.vector.view(np.uint8)[:: mmap.PAGESIZE].max()
         return True
 
-    def drop(self, task: TaskId) -> None:
+    def drop(self, task: TaskId, lost: bool = False) -> None:
         self._expected.pop(task, None)
         self._held.pop(task, None)
 

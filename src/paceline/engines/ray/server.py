@@ -14,7 +14,7 @@ import ray
 
 from paceline.core.protocol import Stat
 from paceline.engines.ray.carrier import Carriers, Incoming, ask
-from paceline.engines.ray.worker import Place, here
+from paceline.engines.ray.worker import Gone, Place, here
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
 
 State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
@@ -32,6 +32,7 @@ class Server:
         self._shard: Shard | None = None
         self._version = -1
         self._carriers: Carriers = {}
+        self._reduced = -1  # the version whose results are added up
         self._sums: Sums = {}
         self._seconds: list[float] = []
         self._kept: dict[int, dict[int, State]] = {}  # by slot and version
@@ -48,7 +49,7 @@ class Server:
     ) -> tuple[tuple[Place, bool], Array, State]:
         """Take over a slice from the values and states, in turn, of slices that cover it."""
         self._carriers = carriers
-        self._shard = None  # the old one's memory first
+        self._shard, self._reduced = None, -1  # the old one's memory first
         self._kept.clear()
         shard = recipe()
         saved = [
@@ -100,12 +101,15 @@ class Server:
         self._seconds = incoming.seconds
         vectors = pieces if at is None else list(_joined(shard.vector, at, pieces))
         self._sums = shard.reduce(weights, vectors, frozenset(wants))
+        self._reduced = version
         return self._sums
 
     def apply(self, version: int, totals: Sums) -> tuple[Done, Array, State]:
         """Step along what was reduced; say whether there is state in arrays, and how long each
         result was on its way."""
         shard = self._turn(version)
+        if self._reduced != version:
+            raise RuntimeError(f"a server was told to make {version} before it added it up")
         shard.apply(totals)
         self._version = version
         state = self._state()
@@ -122,6 +126,8 @@ class Server:
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def give(self, slot: int, version: int) -> State:
         """Return what was kept."""
+        if version not in self._kept.get(slot, {}):
+            raise Gone(f"the state of slice {slot} at version {version}")
         return self._kept[slot][version]
 
     def _state(self) -> State:

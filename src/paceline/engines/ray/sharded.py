@@ -20,8 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import ray
@@ -32,7 +33,7 @@ from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
 from paceline.engines.ray.pool import Member, Pool, alive_nodes
 from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
 from paceline.engines.ray.server import Done
-from paceline.engines.ray.worker import Answer, Token, pack
+from paceline.engines.ray.worker import Answer, Gone, Token, pack
 from paceline.learners.base import (
     Recipe,
     Saved,
@@ -46,6 +47,8 @@ from paceline.learners.base import (
 
 logger = logging.getLogger(__name__)
 
+# What a call fails with if something it works on was lost.
+_LOST = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, Gone)
 _SHORT = 10.0  # seconds for a small question to a worker
 _ATTEMPTS = 3  # to start a server from copies that turn out to be lost
 # A node's link counts as slow if whatever comes from it or goes to it takes thrice as long as
@@ -66,11 +69,17 @@ class Version:
     spans: Sequence[Span]
     refs: list[Any]
     nodes: list[str | None]  # where a carrier has the slice
-    whole: bool = False
+    taken: bool = False  # whether all servers have taken the step to it, lost ones as well
+    missing: set[int] = field(default_factory=set)  # slices that were lost with their node
+    gone: bool = False  # whether such a slice cannot be had any more
 
     @property
     def known(self) -> bool:
         return all(ref is not None for ref in self.refs)
+
+    @property
+    def whole(self) -> bool:
+        return self.taken and not self.missing
 
 
 @dataclass(eq=False)
@@ -83,6 +92,7 @@ class Result:
     spans: Sequence[Span]
     slices: Sequence[Any]
     node: str
+    samples: int = 0
     loss: float | None = None
 
 
@@ -94,6 +104,7 @@ class Copy:
     spans: Sequence[Span]
     parts: Sequence[Any]
     node: str | None = None  # which they would be lost with
+    rescued: bool = False  # whether there may be a better one if this turns out to be lost
 
 
 @dataclass(eq=False)
@@ -105,6 +116,7 @@ class Slot:
     recipe: Recipe
     server: str
     newest: Copy  # as the server left it
+    sent: int = -1  # the newest step that the server was told to take
     held: int = -1  # the newest version that a worker on another node has
     states: dict[int, Any] = field(default_factory=dict)  # by version: a reference, or who has it
     attempts: int = 0
@@ -125,7 +137,6 @@ class Step:
     totals: Sums | None = None
     done: dict[int, list[float]] = field(default_factory=dict)  # seconds of each result's way
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
-    reported: bool = False
 
 
 class ShardedReducer:
@@ -163,7 +174,7 @@ class ShardedReducer:
         self._starting: set[int] = set()
         self._slots = self._cut()
         values = [slot.newest.parts[0] for slot in self._slots]
-        self._model = Version(version, self._spans(), values, [None] * len(values), True)
+        self._model = Version(version, self._spans(), values, [None] * len(values), taken=True)
         self._base = self._model  # the version before those of the log
 
     def _cut(self) -> list[Slot]:
@@ -209,15 +220,15 @@ class ShardedReducer:
         if answer.token.task in self._again:
             self._computed_again(self._again.pop(answer.token.task), result)
             return False
-        result.loss = answer.stats.get("loss")
+        result.loss, result.samples = answer.stats.get("loss"), answer.samples or 0
         self._held[answer.token.task] = result
         return True
 
-    def drop(self, task: TaskId) -> None:
+    def drop(self, task: TaskId, lost: bool = False) -> None:
         self._expected.pop(task, None)
         self._held.pop(task, None)
-        if task in self._again:  # who was to compute it again is lost, too
-            self._redo(self._again[task].task, self._again[task].model)
+        if lost and task in self._again:
+            self._compute_again(self._again[task])
 
     def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
         results = [self._held[task] if keep else self._held.pop(task) for task in weights]
@@ -232,10 +243,24 @@ class ShardedReducer:
         return self._model
 
     def settle(self) -> None:
-        while self._waiting or not self._last().whole:
-            self._calls.wait(time.monotonic() + self._patience)
-        if self._settled == self._version:
-            return
+        for _ in range(_ATTEMPTS):
+            until = time.monotonic() + self._patience + self._start_patience
+            while self._waiting or not self._last().whole:
+                if not self._calls.wait(until) or time.monotonic() > until:
+                    raise ServersLost(
+                        f"the servers did not come to version {self._version}; the last whole one "
+                        f"is {self._whole()}. Resume from a checkpoint"
+                    )
+            if self._settled == self._version:
+                return
+            try:
+                self._gather()
+            except ray.exceptions.ObjectLostError:  # the loss of a node that nobody had noticed
+                for slot in self._slots:
+                    if slot.newest.node not in alive_nodes():
+                        self._recover(slot)
+
+    def _gather(self) -> None:
         parts: list[tuple[Span, Saved]] = []
         for slot in self._slots:
             copy = slot.newest
@@ -255,8 +280,8 @@ class ShardedReducer:
         last = self._last()
         if not self._waiting or not last.whole:
             return
-        if any(max(slot.states, default=-1) < last.number - 1 for slot in self._slots):
-            return  # no more than one version is without a copy of its state elsewhere
+        if any(max(slot.states, default=-1) < last.number for slot in self._slots):
+            return  # until the state is elsewhere as well
         if slow := next((slot for slot in self._slots if slot.slow >= _SLOW_STEPS), None):
             self._leave_out(slow)
         step = self._waiting.popleft()
@@ -265,15 +290,25 @@ class ShardedReducer:
         step.model.refs, step.model.nodes = [None] * count, [None] * count
         self._log.append(step)
         for slot in self._slots:
-            self._send(step, slot)
+            self._feed(slot)
         self._changed()
+
+    def _feed(self, slot: Slot) -> None:
+        """Send a server the step that it has to take next, one at a time."""
+        version = slot.newest.version + 1
+        if slot.index in self._starting or slot.sent >= version:
+            return
+        for step in self._log:
+            if step.version == version and slot.index not in step.stalled:
+                slot.sent = version
+                self._send(step, slot)
 
     def _last(self) -> Version:
         return self._log[-1].model if self._log else self._base
 
     def _send(self, step: Step, slot: Slot) -> None:
         member = self._pool.members[slot.server]
-        missing = partial(self._miss_results, step, slot)
+        missing = partial(self._miss_results, step, slot, [r.slices for r in step.results])
         order = step.version, step.weights, self._wants, *self._pieces(step, slot), self._patience
         if not self._server.needs_totals:
             refs = member.actor.step.options(num_returns=3).remote(*order)
@@ -281,12 +316,12 @@ class ShardedReducer:
             return
         sums = member.actor.reduce.remote(*order)
         self._call(member, sums, partial(self._reduced, step, slot), missing)
-        if step.totals is not None:  # taken again: the others are long done
-            self._apply(step, slot)
 
     def _reduced(self, step: Step, slot: Slot, sums: Sums) -> None:
         step.sums[slot.index] = sums
-        if step.totals is None and len(step.sums) == len(self._slots):
+        if step.totals is not None:  # it is taken again: the others are long done
+            self._apply(step, slot)
+        elif len(step.sums) == len(self._slots):
             step.totals = self._totals(step)
             for each in self._slots:
                 self._apply(step, each)
@@ -301,8 +336,7 @@ class ShardedReducer:
         self, step: Step, slot: Slot, member: Member, refs: Sequence[Any], missing: Missing
     ) -> None:
         done, step.model.refs[slot.index], step.states[slot.index] = refs
-        if member.place is not None:
-            step.model.nodes[slot.index] = self._carried(slot.span, member.place.node)
+        step.model.nodes[slot.index] = self._carried(slot.span, self._node(slot))
         self._call(member, done, partial(self._done, step, slot), missing)
 
     def _done(self, step: Step, slot: Slot, answer: Done) -> None:
@@ -310,17 +344,18 @@ class ShardedReducer:
         parts = [step.model.refs[slot.index], step.states[slot.index]]
         slot.newest = Copy(step.version, [slot.span], parts, self._node(slot))
         slot.attempts = 0
+        step.model.missing.discard(slot.index)
         self._copy_state(slot, has_arrays)
-        if len(step.done) == len(self._slots) and not step.model.whole:
-            step.model.whole = True
-            if not step.reported:
-                step.reported = True
-                self._watch_times(step)
-                totals = step.totals or self._totals(step)
-                self._stepped(step.stats | statistics(totals, frozenset(self._wants)))
+        if len(step.done) == len(self._slots) and not step.model.taken:
+            step.model.taken = True
+            self._watch_times(step)
+            totals = step.totals or self._totals(step)
+            self._stepped(step.stats | statistics(totals, frozenset(self._wants)))
+        if step.model.whole:
             self._forget()
             self._advance()
             self._changed()
+        self._feed(slot)
 
     def _totals(self, step: Step) -> Sums:
         return add_up(step.sums[index] for index in range(len(self._slots)))
@@ -385,6 +420,7 @@ class ShardedReducer:
             self._slots.append(Slot(index, span, self._server.recipe(span), name, copy))
         self._base = self._last()
         self._log.clear()
+        self._starting.clear()
         for slot in self._slots:
             self._set_up(slot)
         self._pool.remove(slow.server)
@@ -413,7 +449,7 @@ class ShardedReducer:
         """Return the next server on another node."""
         for shift in range(1, len(self._slots)):
             other = self._slots[(slot.index + shift) % len(self._slots)]
-            if self._node(other) not in ("", self._node(slot)):
+            if other.index not in self._starting and self._node(other) != self._node(slot):
                 return self._pool.members[other.server]
         return None
 
@@ -437,7 +473,7 @@ class ShardedReducer:
     # --- starting again --------------------------------------------------------------------------
 
     def _set_up(self, slot: Slot) -> None:
-        """Let a slot's server start from its newest copy, and take all steps since then."""
+        """Let a slot's server start from its copy, and then take all steps since."""
         member = self._pool.members[slot.server]
         copy = slot.newest
         up, *parts = member.actor.set_up.options(num_returns=3).remote(
@@ -449,20 +485,28 @@ class ShardedReducer:
         def is_up(answer: Any) -> None:
             member.place, member.joined = answer[0], True
             self._starting.discard(slot.index)
-            if slot.newest is copy:
-                slot.newest = Copy(copy.version, [slot.span], parts, answer[0].node)
-                self._copy_state(slot, answer[1])
-            if self._base.number == copy.version and not self._base.whole:
-                self._base.refs[slot.index], self._base.nodes[slot.index] = parts[0], None
-                self._base.whole = True
-                self._changed()
+            slot.newest = Copy(copy.version, [slot.span], parts, answer[0].node)
+            self._copy_state(slot, answer[1])
+            for version in self._versions():
+                if version.number == copy.version and slot.index in version.missing:
+                    version.refs[slot.index], version.nodes[slot.index] = parts[0], None
+                    version.missing.discard(slot.index)
+            self._feed(slot)
+            self._advance()
+            self._changed()
 
-        self._call(member, up, is_up, partial(self._miss_copy, slot), self._start_patience)
+        slot.sent = copy.version
         for step in self._log:
             if step.version > copy.version:
-                step.done.pop(slot.index, None)
-                step.model.whole = False  # until this server has it again
-                self._send(step, slot)
+                step.stalled.discard(slot.index)
+                if step.totals is None:
+                    step.sums.pop(slot.index, None)  # of an earlier life
+                if not step.model.taken:
+                    step.done.pop(slot.index, None)
+        self._call(member, up, is_up, partial(self._miss_copy, slot), self._start_patience)
+
+    def _versions(self) -> list[Version]:
+        return [self._base, *(step.model for step in self._log)]
 
     def _lose(self, member: Member, why: str) -> None:
         logger.warning("server %s is lost: %s", member.name, why)
@@ -479,10 +523,14 @@ class ShardedReducer:
 
     def _recover(self, slot: Slot) -> None:
         """Let a server start again from the newest copy that there still is."""
-        if slot.newest.node is not None and slot.newest.node not in alive_nodes():
+        copy = slot.newest
+        if copy.rescued or (copy.node is not None and copy.node not in alive_nodes()):
             slot.newest = self._rescue(slot)
-            if self._base.number == slot.newest.version:
-                self._base.whole = False
+            for version in self._versions():
+                version.missing.add(slot.index)
+                same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
+                if version.number < slot.newest.version or not same:
+                    version.gone = True
         logger.warning("server %s starts from version %d", slot.server, slot.newest.version)
         self._set_up(slot)
 
@@ -505,7 +553,7 @@ class ShardedReducer:
         if isinstance(state, Member):
             state = state.actor.give.remote(slot.index, version)
         values = member.actor.held.remote(version, slot.span)
-        return Copy(version, [slot.span], [values, state])
+        return Copy(version, [slot.span], [values, state], rescued=True)
 
     def _miss_copy(self, slot: Slot, error: Exception) -> None:
         slot.attempts += 1
@@ -516,18 +564,38 @@ class ShardedReducer:
             ) from error
         self._recover(slot)
 
-    def _miss_results(self, step: Step, slot: Slot, error: Exception) -> None:
+    def _miss_results(self, step: Step, slot: Slot, sent: Sequence[Any], error: Exception) -> None:
         """Have the results computed again that a server could not get: their node is lost."""
+        slot.sent = step.version - 1
+        if any(r.slices is not slices for r, slices in zip(step.results, sent, strict=True)):
+            self._feed(slot)  # they are there again already
+            return
         alive = alive_nodes()
         lost = [result for result in step.results if result.node not in alive]
-        if not lost:
-            raise error
+        if not lost:  # or not yet known to be
+            slot.attempts += 1
+            if slot.attempts > _ATTEMPTS:
+                raise error
+            self._feed(slot)
+            return
         step.stalled.add(slot.index)
         for result in lost:
             if result.task.id not in self._again:
                 logger.warning("the result of task %d is computed again", result.task.id)
                 self._again[result.task.id] = result
-                self._redo(result.task, result.model)
+                self._compute_again(result)
+
+    def _compute_again(self, result: Result) -> None:
+        if result.model.gone:
+            raise ServersLost(
+                f"the result of task {result.task.id} is lost, and so is version "
+                f"{result.model.number} of the model that it was computed on; resume from a "
+                "checkpoint"
+            )
+        # As many samples as the first time, whatever the time allowed then.
+        work = replace(result.task.work, budget=inf)
+        samples = result.samples // work.steps
+        self._redo(replace(result.task, work=work, samples=samples), result.model)
 
     def _computed_again(self, old: Result, new: Result) -> None:
         old.spans, old.slices, old.node = new.spans, new.slices, new.node
@@ -535,7 +603,7 @@ class ShardedReducer:
             if step.stalled and not any(r.task.id in self._again for r in step.results):
                 stalled, step.stalled = step.stalled, set()
                 for index in sorted(stalled):
-                    self._send(step, self._slots[index])
+                    self._feed(self._slots[index])
 
     def _call(
         self,
@@ -557,10 +625,10 @@ class ShardedReducer:
             error = future.exception()
             if error is None:
                 then(future.result())
-            elif missing is not None and isinstance(error, ray.exceptions.ObjectLostError):
-                missing(error)
             elif isinstance(error, ray.exceptions.RayTaskError):
-                raise error
+                if missing is None or not isinstance(error.cause, _LOST):
+                    raise error  # the user's own code failed: with its own traceback
+                missing(error)
             else:
                 self._lose(member, type(error).__name__)
 

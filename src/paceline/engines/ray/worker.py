@@ -85,6 +85,10 @@ def read(reply: Reply) -> Answer:
     return Answer(Token(*name), vector, samples, seconds, stats)
 
 
+class Gone(Exception):
+    """What was asked for is not here any more."""
+
+
 class Worker:
     """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
 
@@ -170,6 +174,8 @@ class Worker:
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def held(self, version: int, span: Span) -> Array:
         """Return a slice of such a model, for a server to start from."""
+        if version not in self._models:
+            raise Gone(f"version {version} of the model")
         spans, slices = self._models[version]
         pieces = [
             piece[max(span[0] - start, 0) : max(span[1] - start, 0)]
