@@ -118,7 +118,8 @@ class Slot:
     newest: Copy  # as the server left it
     sent: int = -1  # the newest step that the server was told to take
     held: int = -1  # the newest version that a worker on another node has
-    states: dict[int, Any] = field(default_factory=dict)  # by version: a reference, or who has it
+    states: dict[int, Any] = field(default_factory=dict)  # by version: small ones, or who has it
+    copied: int = -1  # the newest version whose state is elsewhere, if that was possible
     attempts: int = 0
     slow: int = 0  # steps in a row
 
@@ -280,7 +281,7 @@ class ShardedReducer:
         last = self._last()
         if not self._waiting or not last.whole:
             return
-        if any(max(slot.states, default=-1) < last.number for slot in self._slots):
+        if any(slot.copied < last.number for slot in self._slots):
             return  # until the state is elsewhere as well
         if slow := next((slot for slot in self._slots if slot.slow >= _SLOW_STEPS), None):
             self._leave_out(slow)
@@ -431,13 +432,16 @@ class ShardedReducer:
         """Have a server on another node keep the optimizer's state as of the newest step."""
         version, state = slot.newest.version, slot.newest.parts[1]
         keeper = self._keeper(slot)
-        if not has_arrays or keeper is None:  # it is small, and here; or there is one node alone
+        if not has_arrays:  # it is small, and in this process
             slot.states[version] = state
+        if not has_arrays or keeper is None:
+            slot.copied = version
             return
 
         def kept(future: Future[Any] | None = None) -> None:
-            failed = future is None or future.exception() is not None
-            slot.states[version] = state if failed else keeper  # at least there is the original
+            if future is not None and future.exception() is None:
+                slot.states[version] = keeper
+            slot.copied = max(slot.copied, version)  # if it failed, the next one may not
             self._forget()
             self._advance()
 
@@ -511,9 +515,12 @@ class ShardedReducer:
     def _lose(self, member: Member, why: str) -> None:
         logger.warning("server %s is lost: %s", member.name, why)
         slot = next(slot for slot in self._slots if slot.server == member.name)
+        self._starting.add(slot.index)
         for other in self._slots:  # what it kept for others is gone; the originals are not
-            if any(state is member for state in other.states.values()):
-                other.states = {other.newest.version: other.newest.parts[1]}
+            kept = {v: state for v, state in other.states.items() if state is not member}
+            if len(kept) < len(other.states):
+                other.states = kept
+                self._copy_state(other, True)
         if not self._pool.replace(member):
             raise ServersLost(
                 f"server {member.name} was lost too often ({why}); the last whole version is "
