@@ -318,16 +318,17 @@ def large() -> dict[str, Any]:
     with pl.Ray(workers=4, servers=4, timeout=300) as engine:
         run = pl.Trainer(recipe, pl.sync(), engine, progress=False).fit(steps=3)
     peak.done.set()
-    # In units of the model: the recipe, the driver's own server; each worker the module of the
-    # recipe, values and gradients; servers values and gradients; in the store the recipe as it is
-    # sent, four results, and two versions of the model.
-    units = 2 + 4 * 3 + 2 + (1 + 4 + 2)
+    # In units of the model. Driver: the recipe, its own server, and at the end the snapshot and
+    # the model for the user. Workers: values and gradients, and while they are set up the recipe
+    # and a copy of its module, when there are no gradients yet. Servers: values and gradients. The
+    # store: the recipe as it is sent, four results, and two versions of the model.
+    units = 4 + 4 * 3 + 2 + (1 + 4 + 2)
     figures = {
         "model_MB": round(size),
         "steps": run.steps,
         "seconds_per_step": [round(float(s), 1) for s in np.diff(run.metrics["seconds"])],
         "seconds": round(time.monotonic() - begin),
-        "loss": [round(float(value), 4) for value in run.metrics["loss"]],
+        "loss": [float(f"{value:.8g}") for value in run.metrics["loss"]],
         "peak_MB": round(peak.megabytes),
         "need_MB": round(units * size + 9 * 190 + 250),
         "need": f"{units} models, 190 MB for each of 9 processes with torch, 250 MB for Ray",

@@ -205,7 +205,7 @@ class ShardedReducer:
         assert member.place is not None
         spans = self._spans()
         reply, *slices = member.actor.compute_slices.options(num_returns=1 + len(spans)).remote(
-            pack(token, task), model.refs, model.nodes, model.spans, spans
+            pack(token, task), model.refs, model.nodes, model.spans, spans, self._several()
         )
         self._expected[task.id] = Result(token, task, model, spans, slices, member.place.node)
         return reply
@@ -263,15 +263,18 @@ class ShardedReducer:
 
     def _gather(self) -> None:
         parts: list[tuple[Span, Saved]] = []
+        vector = self._server.vector
         for slot in self._slots:
             copy = slot.newest
             found = ray.get(list(copy.parts), timeout=self._patience)
             for span, values, (arrays, data) in zip(
                 copy.spans, found[0::2], found[1::2], strict=True
             ):
+                vector[span[0] : span[1]] = values  # in place: the whole may be large
                 if not any(span == known for known, _ in parts):
-                    parts.append((span, Saved({"values": values, **arrays}, data)))
-        self._server.load(self._layout.cut(sorted(parts, key=_start), (0, self._layout.size)))
+                    parts.append((span, Saved({"values": values[:0], **arrays}, data)))
+        state = self._layout.cut(sorted(parts, key=_start), (0, self._layout.size))
+        self._server.load(Saved({**state.arrays, "values": vector}, state.data))
         self._settled = self._version
 
     # --- steps -----------------------------------------------------------------------------------
@@ -461,9 +464,13 @@ class ShardedReducer:
         place = self._pool.members[slot.server].place
         return place.node if place else ""
 
+    def _several(self) -> bool:
+        """Whether there are several nodes, of which one can be lost."""
+        return len({self._node(slot) for slot in self._slots}) > 1
+
     def _forget(self) -> None:
         """Drop the steps that nobody needs to take again, and the oldest ones in any case."""
-        several = len({self._node(slot) for slot in self._slots}) > 1
+        several = self._several()
         bound = len(self._workers.members) + 2
         while self._log and self._log[0].model.whole:
             number = self._log[0].version

@@ -130,9 +130,13 @@ class Worker:
         nodes: Sequence[str | None],
         cut: Sequence[Span],
         spans: Sequence[Span],
+        hold: bool,
     ) -> tuple[Any, ...]:
         """Do a task on a model that may still be on its way, cut one way; return the reply and,
-        each an object of its own, the slices of its vector, cut another way."""
+        each an object of its own, the slices of its vector, cut another way.
+
+        hold: on to the model, in case the node of a server is lost.
+        """
         token, task = unpack(order)
         begin = time.monotonic()
         self._computing = token
@@ -152,9 +156,11 @@ class Worker:
             self._carriers = {}  # it may be theirs to blame; the stores are as good
             lost: Reply = (tuple(token), None, None, 0.0, {})
             return lost, *(None for _ in spans)
-        self._models[task.version] = cut, incoming.slices
-        for old in sorted(self._models)[:-2]:
-            del self._models[old]
+        self._incoming = None
+        if hold:
+            self._models[task.version] = cut, incoming.slices
+            for old in sorted(self._models)[:-2]:
+                del self._models[old]
         seconds = time.monotonic() - begin - incoming.waited
         vector = outcome.vector
         slices = (None if vector is None else vector[start:stop] for start, stop in spans)
