@@ -77,6 +77,8 @@ def _round_trip(actor: Any, patience: float) -> float:
 
 def ask(refs: Sequence[Any], nodes: Sequence[str | None], carriers: Carriers) -> list[Any]:
     """Have objects brought here: those with a node by its carrier, the others by the stores."""
+    if not carriers:
+        return list(refs)
     here = ray.get_runtime_context().get_node_id()
     return [
         ref
