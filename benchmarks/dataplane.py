@@ -134,9 +134,11 @@ def tell(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def drive(sizes: list[float], passes: int, counts: list[list[int]], slow: bool) -> None:
+def drive(
+    address: str, sizes: list[float], passes: int, counts: list[list[int]], slow: bool
+) -> None:
     """Measure on the hosts, telling each block; ask for changes of the link and wait for them."""
-    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     workers = len(ray.nodes())
     with pl.Ray(workers, cpus=1, timeout=300) as engine:
         arms = Arms(engine)
@@ -184,11 +186,11 @@ def measure(quick: bool) -> tuple[dict[str, Any], float]:
     sizes = [5.0] if quick else [5.0, 20.0]
     counts = [[3, 4, 2]] if quick else [[6, 8, 3], [3, 4, 2]]
     passes = 1 if quick else 2
-    plan = json.dumps([sizes, passes, counts, not quick])
     found: dict[str, Any] = defaultdict(lambda: defaultdict(list))
     carried: list[float] = []
     with Hosts(hosts_count, delay=DELAY, rate=RATE, queue=QUEUE) as hosts:
-        hosts.start_ray(cpus=1)
+        address = hosts.start_ray(cpus=1)
+        plan = json.dumps([address, sizes, passes, counts, not quick])
         process = hosts.popen(
             0,
             [sys.executable, __file__, "--drive", plan],

@@ -26,10 +26,10 @@ def train(
     if reason := missing():
         pytest.skip(reason)
     with Hosts(3, delay=0.005, rate=100e6, queue=512 << 10) as hosts:
-        hosts.start_ray()
+        address = hosts.start_ray()
         with hosts.popen(
             0,
-            [sys.executable, str(SCRIPT), "3", str(k), str(steps), learner],
+            [sys.executable, str(SCRIPT), address, "3", str(k), str(steps), learner],
             env={"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
