@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -82,22 +83,28 @@ def _busy_seconds() -> tuple[float, float, float] | None:
     user, nice, system, _, _, irq, softirq, steal, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
-    parents: dict[int, int] = {}
-    used: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            pid = int(folder.name)
-            parents[pid], used[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    ours = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= more
+    ours = our_processes()
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     everything = user + nice + system + irq + softirq + steal
-    return uptime, everything / tick, sum(used[pid] for pid in ours) / tick
+    return (
+        uptime,
+        everything / tick,
+        sum(sum(map(int, fields[11:15])) for fields in ours.values()) / tick,
+    )
+
+
+def our_processes() -> dict[int, list[str]]:
+    """Return this process and its descendants, each with the fields of its stat after the name."""
+    fields: dict[int, list[str]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = (folder / "stat").read_text()
+                fields[int(folder.name)] = line.rpartition(")")[2].split()
+    ours = {os.getpid()}
+    while more := {pid for pid, found in fields.items() if int(found[1]) in ours} - ours:
+        ours |= more
+    return {pid: fields[pid] for pid in ours}
 
 
 def finish(

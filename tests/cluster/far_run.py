@@ -55,6 +55,7 @@ def main() -> None:
     )
     found = {
         "steps": run.steps,
+        "bits": torch.equal(flat(run.model), flat(whole.model)),
         "same": torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6),
         "servers": len(servers),
         "replays": pl.replay(run.policy, run.journal) == run.journal,

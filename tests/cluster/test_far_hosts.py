@@ -54,6 +54,7 @@ def test_a_host_lost_in_mid_step_changes_nothing(learner: str) -> None:
     found, told = train(3, 10, learner, 4, lambda hosts: hosts.kill(2))
     assert "is lost" in told, told
     assert found["steps"] == 10 and found["same"] and found["replays"], told
+    assert found["bits"] or learner == "clipped", told  # a sum of slices' norms is rounded
 
 
 def test_a_server_behind_a_slow_link_is_left_out() -> None:

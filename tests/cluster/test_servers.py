@@ -96,6 +96,8 @@ def test_servers_killed_in_mid_step_change_nothing(
     whole = simulated(LEARNERS[name](), 9)
     assert run.steps == 9
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+    if name == "momentum":  # a norm's sum over slices rounds otherwise than that of the whole
+        assert torch.equal(flat(run.model), flat(whole.model))
     assert pl.replay(run.policy, run.journal) == run.journal
     assert (Left("w2") in lives(run)) == ("w2" in victims)
     assert {stretch.fate for stretch in run.samples()} <= {"used", "unfinished"}

@@ -152,7 +152,7 @@ class Layout:
         arrays: dict[str, Array] = {}
         ends = [0, *accumulate(self.tensors)]
         for name in dict.fromkeys(name for _, saved in chosen for name in saved.arrays):
-            whole = (0, self.trained if name == "previous" else self.size)
+            whole = (0, self.size)
             if name.startswith("optimizer."):
                 index = int(name.split(".")[1])
                 whole = ends[index], ends[index + 1]

@@ -41,7 +41,7 @@ def results(*vectors: Sequence[float]) -> list[Ref]:
 def test_a_step_adds_up_and_steps() -> None:
     server = serving()
     refs = results([1.0, 0.0], [0.0, 2.0])
-    done, values, _ = server.step(4, [0.5, 0.5], ["norm"], None, refs, [None, None], 5.0)
+    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, [None, None], 5.0))
     assert values.tolist() == [0.75, 0.5]
     sums, has_arrays, seconds = done
     assert sums["norm"] == pytest.approx(1.25) and not has_arrays and len(seconds) == 2
@@ -51,22 +51,22 @@ def test_a_step_adds_up_and_steps() -> None:
 def test_only_the_next_step_is_taken(version: int) -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="at version 3 was told to make"):
-        server.step(version, [1.0], [], None, results([1.0, 1.0]), [None], 5.0)
+        server.step(version, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
     assert server._shard is not None and server._shard.vector.tolist() == [1.0, 1.0]
 
 
 def test_a_repeated_step_is_not_taken_twice() -> None:
     server = serving()
-    server.step(4, [1.0], [], None, results([1.0, 1.0]), [None], 5.0)
+    server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
     with pytest.raises(RuntimeError, match="at version 4 was told to make 4"):
-        server.step(4, [1.0], [], None, results([1.0, 1.0]), [None], 5.0)
+        server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
 
 
 def test_nothing_is_applied_that_was_not_added_up() -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="before it added it up"):
         server.apply(4, {})
-    server.reduce(4, [1.0], [], None, results([1.0, 1.0]), [None], 5.0)
+    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
     server.apply(4, {})
     with pytest.raises(RuntimeError, match="before it added it up"):
         server.apply(5, {})
@@ -75,8 +75,8 @@ def test_nothing_is_applied_that_was_not_added_up() -> None:
 def test_a_result_that_does_not_come_leaves_everything_as_it_was() -> None:
     server, late = serving(), Ref()
     with pytest.raises(TimeoutError):
-        server.step(4, [1.0], [], None, [late], [None], 0.01)
-    _, values, _ = server.step(4, [1.0], [], None, results([1.0, 1.0]), [None], 5.0)
+        server.step(4, ([1.0], [], None, [late], [None], 0.01))
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
     assert values.tolist() == [0.5, 0.5]
 
 

@@ -158,13 +158,14 @@ class Ray:
 
     def members(self) -> list[str]:
         """Return the names of the workers and servers that there are."""
-        pools = [pool for pool in (self._pool, self._server_pool) if pool is not None]
-        return [name for pool in pools for name in pool.members]
+        return [name for pool in self._pools() for name in pool.members]
 
     def pids(self) -> dict[WorkerId, int]:
         """Return the process of each worker and server that is up on this machine."""
-        pools = [pool for pool in (self._pool, self._server_pool) if pool is not None]
-        return {name: pid for pool in pools for name, pid in pool.pids().items()}
+        return {name: pid for pool in self._pools() for name, pid in pool.pids().items()}
+
+    def _pools(self) -> list[Pool]:
+        return [pool for pool in (self._pool, self._server_pool) if pool is not None]
 
     # --- one job ---------------------------------------------------------------------------------
 
@@ -174,7 +175,6 @@ class Ray:
         self._clear()
         if self._pool is None:
             self._ours = connect(self._address, self.size, job.learner.message_bytes)
-        if self._pool is None:
             make = make_workers(self._cpus, self._gpus, self.size, self._ours)
             self._pool = Pool([f"w{i}" for i in range(self.size)], make, self._respawns)
         self._pool.fill()
@@ -273,9 +273,8 @@ class Ray:
     def shutdown(self) -> None:
         """Kill workers and servers, and stop Ray if it was started here."""
         self._clear()
-        for pool in (self._pool, self._server_pool):
-            if pool is not None:
-                pool.end()
+        for pool in self._pools():
+            pool.end()
         self._pool = self._server_pool = None
         for carrier in self._carriers.values():
             ray.kill(carrier)

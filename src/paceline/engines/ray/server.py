@@ -23,6 +23,11 @@ Done: TypeAlias = tuple[Sums, bool, list[float]]
 """The sums, whether there is state in arrays, and how many seconds each result took to arrive."""
 Pieces: TypeAlias = Sequence[Sequence[Span]] | None
 """Where in this slice the pieces of each result go; None if each comes as one."""
+Order: TypeAlias = tuple[
+    Sequence[float], Sequence[Stat], Pieces, Sequence[Any], Sequence[str | None], float
+]
+"""What to add up: weights, wanted statistics, where pieces go, their references, who carries each,
+and the seconds that they may take."""
 
 
 class Server:
@@ -61,36 +66,18 @@ class Server:
         state = self._state()
         return (here(), bool(state[0])), shard.vector, state
 
-    def step(
-        self,
-        version: int,
-        weights: Sequence[float],
-        wants: Sequence[Stat],
-        at: Pieces,
-        refs: Sequence[Any],
-        nodes: Sequence[str | None],
-        patience: float,
-    ) -> tuple[Done, Array, State]:
+    def step(self, version: int, order: Order) -> tuple[Done, Array, State]:
         """Take a step whole: add up the results, and let the optimizer step."""
-        self.reduce(version, weights, wants, at, refs, nodes, patience)
-        return self.apply(version, self._sums)
+        return self.apply(version, self.reduce(version, order))
 
-    def reduce(
-        self,
-        version: int,
-        weights: Sequence[float],
-        wants: Sequence[Stat],
-        at: Pieces,
-        refs: Sequence[Any],
-        nodes: Sequence[str | None],
-        patience: float,
-    ) -> Sums:
+    def reduce(self, version: int, order: Order) -> Sums:
         """Add up the results; what is needed of the whole vector is the sum of all servers'.
 
         Results come as references which are got here: as arguments of the call they would arrive
         at a lower priority, and up to twice as late over a slow link.
         """
         shard = self._turn(version)
+        weights, wants, at, refs, nodes, patience = order
         try:
             incoming = Incoming(ask(refs, nodes, self._carriers), patience)
             pieces = list(incoming)

@@ -181,6 +181,11 @@ class ShardedReducer:
                 for slot in self._slots:
                     if slot.newest.node not in alive_nodes():
                         self._recover(slot)
+        if self._settled != self._version:
+            raise ServersLost(
+                f"version {self._version} of the model could not be gathered in {_ATTEMPTS} "
+                "attempts; resume from a checkpoint"
+            )
 
     def _gather(self) -> None:
         parts: list[tuple[Span, Saved]] = []
@@ -234,12 +239,12 @@ class ShardedReducer:
     def _send(self, step: Step, slot: Slot) -> None:
         member = self._pool.members[slot.server]
         missing = partial(self._miss_results, step, slot, [r.slices for r in step.results])
-        order = step.version, step.weights, self._wants, *self._pieces(step, slot), self._patience
+        order = step.weights, self._wants, *self._pieces(step, slot), self._patience
         if not self._server.needs_totals:
-            refs = member.actor.step.options(num_returns=3).remote(*order)
+            refs = member.actor.step.options(num_returns=3).remote(step.version, order)
             self._sent(step, slot, member, refs, missing)
             return
-        sums = member.actor.reduce.remote(*order)
+        sums = member.actor.reduce.remote(step.version, order)
         self._call(member, sums, partial(self._reduced, step, slot), missing)
 
     def _reduced(self, step: Step, slot: Slot, sums: Sums) -> None:

@@ -156,7 +156,8 @@ class Worker:
             self._carriers = {}  # it may be theirs to blame; the stores are as good
             lost: Reply = (tuple(token), None, None, 0.0, {})
             return lost, *(None for _ in spans)
-        self._incoming = None
+        finally:
+            self._incoming = None
         if hold:
             self._models[task.version] = cut, incoming.slices
             for old in sorted(self._models)[:-2]:
