@@ -22,12 +22,12 @@ from paceline.core.protocol import (
     Policy,
     SetTimer,
     Start,
-    Stat,
     Step,
     Stepped,
     Stop,
     TimerFired,
     View,
+    Want,
 )
 from paceline.engines.base import Job, TrainingEngine
 from tests.conftest import flat, make_learner
@@ -108,7 +108,7 @@ def test_a_finished_task_was_started_and_is_reported_once(engine: TrainingEngine
 class Alarm:
     """Sets timers out of order, moves one, clears one, and notes which it is told of."""
 
-    wants: frozenset[Stat] = frozenset()
+    wants: frozenset[Want] = frozenset()
 
     def __init__(self) -> None:
         self.set_at = 0.0
@@ -138,7 +138,7 @@ def test_timers_fire_in_time_and_in_order(engine: TrainingEngine) -> None:
 class Fickle:
     """Cancels each task of w0 as soon as another result is there, and gives it a new one."""
 
-    wants: frozenset[Stat] = frozenset()
+    wants: frozenset[Want] = frozenset()
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if view.version >= 15:
@@ -164,7 +164,7 @@ def test_cancelled_work_never_comes_back(engine: TrainingEngine) -> None:
 
 def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) -> None:
     class Queue:
-        wants: frozenset[Stat] = frozenset()
+        wants: frozenset[Want] = frozenset()
 
         def react(self, view: View, event: Event) -> Iterator[Command]:
             if isinstance(event, Joined) and event.worker == "w1":
@@ -179,7 +179,7 @@ def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) ->
 
 def test_wanted_statistics_are_attached(engine: TrainingEngine) -> None:
     class Curious:
-        wants: frozenset[Stat] = frozenset({"norm", "dot", "loss"})
+        wants: frozenset[Want] = frozenset({"norm", "dot", "loss"})
 
         def __init__(self) -> None:
             self.inner = pl.sync()

@@ -31,10 +31,10 @@ class Coordinator:
 
     def __init__(self, policy: Policy, batch: int = 1, journal: Journal | None = None) -> None:
         self.policy = copy.deepcopy(policy)  # the caller's policy is a recipe
-        self.ledger = Ledger(batch)
-        self.journal = Journal(Header(describe(policy), batch))
-        if journal is not None:
-            self.journal = journal
+        if journal is None:
+            journal = Journal(Header(describe(policy), batch))
+        self.journal = journal
+        self.ledger = Ledger(batch, journal.header.message_bytes, journal.header.prices)
 
     def handle(self, now: float, event: Event) -> Entry:
         """Book the event, ask the policy, book and return its commands."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from paceline.core.protocol import Command, Event
+from paceline.core.protocol import Command, Event, Prices
 from paceline.core.state import decode, encode
 
 FORMAT = 1
@@ -34,6 +34,8 @@ class Header:
     batch: int = 1
     about: Mapping[str, Any] | None = None  # engine, versions, seed: for people and reports
     state: Mapping[str, Any] | None = None
+    message_bytes: int = 0  # of a model, and of a result
+    prices: Prices = Prices()
 
 
 class Journal:
@@ -88,7 +90,8 @@ class Journal:
             head = json.loads(file.readline())
             if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
                 raise ValueError(f"{path} is not a journal of format {FORMAT}")
-        journal = cls(Header(**head))
+        prices = Prices(**head.pop("prices", {}))
+        journal = cls(Header(**head, prices=prices))
         for entry in _read(Path(path)):
             journal.append(entry)
         return journal

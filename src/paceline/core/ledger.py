@@ -23,6 +23,7 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
+    Prices,
     Received,
     Result,
     Send,
@@ -48,11 +49,14 @@ class PolicyError(Exception):
 class Ledger:
     """Bookkeeping shared by all policies. Implements `View`."""
 
-    def __init__(self, batch: int = 1) -> None:
+    def __init__(
+        self, batch: int = 1, message_bytes: int = 0, prices: Prices | None = None
+    ) -> None:
         self.now = 0.0
         self.version = 0
-        self.batch = batch
+        self.batch, self.message_bytes, self.prices = batch, message_bytes, prices or Prices()
         self.samples = 0
+        self.gathered = 0
         self.workers: dict[WorkerId, int] = {}  # -> number of tasks outstanding
         self.idle: OrderedDict[WorkerId, None] = OrderedDict()
         self.free: OrderedDict[WorkerId, None] = OrderedDict()
@@ -64,7 +68,8 @@ class Ledger:
         self.stopped: str | None = None
         self._results: dict[WorkerId, int] = {}  # -> number of results held
         self._tasks: dict[WorkerId, dict[TaskId, None]] = {}  # -> tasks running
-        self._by_version: OrderedDict[int, int] = OrderedDict()  # -> number of tasks running
+        self._by_version: OrderedDict[int, int] = OrderedDict()  # -> shares running
+        self._shares = 0  # running, of all versions
         self._next_id = 0
         self._next_draw = 0
 
@@ -79,7 +84,7 @@ class Ledger:
                 if self.version - version <= max_delay:
                     break
                 stale += count
-        return len(self.running) - stale
+        return self._shares - stale
 
     def record(self, now: float, event: Event) -> bool:
         """Book an event; return whether it is news to the policy."""
@@ -92,6 +97,7 @@ class Ledger:
                     return False
                 task = self._end(id)
                 self.held[id] = Result(task, now, samples, seconds, stats)
+                self.gathered += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
                 self._refresh(task.worker)
             case Joined(worker):
@@ -160,6 +166,7 @@ class Ledger:
             book.clear()
         for index in (self.timers, self._results, self._tasks, self._by_version):
             index.clear()
+        self.gathered = self._shares = 0
 
     def _stamp(self, command: Assign) -> Task:
         worker, work, version = command.worker, command.work, self.version
@@ -174,8 +181,8 @@ class Ledger:
                         before.attempt + 1)  # fmt: skip
         else:
             samples = self.batch if work.samples is None else work.samples
-            if samples < 1 or work.steps < 1:
-                raise self._error(command, "a task needs at least one sample and one step")
+            if min(samples, work.steps, work.shares) < 1:
+                raise self._error(command, "a task needs at least one sample, step and share")
             if work.parts is None:
                 draw = self._next_draw
                 self._next_draw += samples * work.steps
@@ -186,7 +193,9 @@ class Ledger:
         self.running[id] = task
         self.workers[worker] += 1
         self._tasks.setdefault(worker, {})[id] = None
-        self._by_version[version] = self._by_version.get(version, 0) + 1
+        shares = task.work.shares
+        self._by_version[version] = self._by_version.get(version, 0) + shares
+        self._shares += shares
         self.idle.pop(worker, None)
         self.free.pop(worker, None)
         return task
@@ -208,7 +217,8 @@ class Ledger:
         task = self.running.pop(id)
         self.workers[task.worker] -= 1
         del self._tasks[task.worker][id]
-        left = self._by_version[task.version] - 1
+        self._shares -= task.work.shares
+        left = self._by_version[task.version] - task.work.shares
         if left:
             self._by_version[task.version] = left
         else:
@@ -221,7 +231,9 @@ class Ledger:
                 self.lost[task.id] = task
 
     def _release(self, id: TaskId) -> None:
-        worker = self.held.pop(id).task.worker
+        task = self.held.pop(id).task
+        self.gathered -= task.work.shares
+        worker = task.worker
         self._results[worker] -= 1
         self._refresh(worker)
 

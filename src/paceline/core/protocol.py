@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from typing import Literal, Protocol, TypeAlias
 
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
 Stat: TypeAlias = Literal["loss", "norm", "dot", "drift"]
 Stats: TypeAlias = Mapping[Stat, float]
+Want: TypeAlias = Stat | tuple[Literal["dot"], int]
+"""A statistic to attach; ("dot", 5) is the product with the step five before, every fifth step."""
 Tag: TypeAlias = int | str | tuple[int | str, ...] | None
 
 MAIN: WorkerId = "main"
@@ -29,6 +31,7 @@ class Work:
     samples: int | None = None  # per local step (and per part); None: the policy's share
     steps: int = 1  # local steps; the result is then the model's change
     budget: float = inf  # seconds, after which whatever is done is returned
+    shares: int = 1  # how many of the shares that a step gathers this is
     tag: Tag = None  # the policy's own mark, for instance the row of a code
 
 
@@ -55,6 +58,41 @@ class Result:
     samples: int
     seconds: float
     stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a worker's hour and a gigabyte to or from it cost: one price for all, or by worker.
+
+    idle: whether hours without a task are paid as well, as for machines that stay rented.
+    """
+
+    per_hour: float | Mapping[WorkerId, float] = 0.0
+    per_gigabyte: float | Mapping[WorkerId, float] = 0.0
+    idle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("per_hour", "per_gigabyte"):
+            given = getattr(self, name)
+            for price in given.values() if isinstance(given, Mapping) else (given,):
+                if not (isfinite(price) and price >= 0):
+                    raise ValueError(f"{name}={given!r}: a price must be finite and >= 0")
+
+    def second(self, worker: WorkerId) -> float:
+        """Return the price of a second of a worker."""
+        return _price(self.per_hour, worker, "per_hour") / 3600
+
+    def byte(self, worker: WorkerId) -> float:
+        """Return the price of a byte to or from a worker."""
+        return _price(self.per_gigabyte, worker, "per_gigabyte") / 1e9
+
+
+def _price(prices: float | Mapping[WorkerId, float], worker: WorkerId, name: str) -> float:
+    if not isinstance(prices, Mapping):
+        return prices
+    if worker not in prices:
+        raise ValueError(f"{name} names no price for {worker!r}; it has {sorted(prices)}")
+    return prices[worker]
 
 
 # --- events: engine -> policy --------------------------------------------------------------------
@@ -212,6 +250,14 @@ class View(Protocol):
         """The samples that steps have used so far."""
 
     @property
+    def message_bytes(self) -> int:
+        """The size of a model, and of a result, on the wire; 0 where it is not known."""
+
+    @property
+    def prices(self) -> Prices:
+        """What workers and messages cost; nothing where no prices were given."""
+
+    @property
     def workers(self) -> Collection[WorkerId]: ...
     @property
     def idle(self) -> Collection[WorkerId]:
@@ -228,6 +274,10 @@ class View(Protocol):
     @property
     def held(self) -> Mapping[TaskId, Result]: ...
     @property
+    def gathered(self) -> int:
+        """The shares that the held results are: as many as results, unless tasks are larger."""
+
+    @property
     def lost(self) -> Mapping[TaskId, Task]:
         """Tasks whose worker left; `Assign(redo=…)` hands them out again."""
 
@@ -239,7 +289,7 @@ class View(Protocol):
         """Count the versions the model has moved since the item's task began."""
 
     def outstanding(self, max_delay: float) -> int:
-        """Count the running tasks that began at most `max_delay` versions ago."""
+        """Count the shares of running tasks that began at most `max_delay` versions ago."""
 
 
 class Policy(Protocol):
@@ -250,7 +300,7 @@ class Policy(Protocol):
     """
 
     @property
-    def wants(self) -> frozenset[Stat]:
+    def wants(self) -> frozenset[Want]:
         """The statistics that the engine should attach to its events."""
 
     def react(self, view: View, event: Event) -> Iterator[Command]: ...

@@ -22,7 +22,7 @@ _NOT_FINITE = {"nan": nan, "inf": inf, "-inf": -inf}
 _VALUES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(protocol.Work, protocol.Task, protocol.Result),
+        *(protocol.Work, protocol.Task, protocol.Result, protocol.Prices),
         *(protocol.Joined, protocol.Left, protocol.Finished, protocol.Stepped),
         *(protocol.Received, protocol.TimerFired, protocol.Interrupted),
         *(protocol.Assign, protocol.Start, protocol.Cancel, protocol.Discard, protocol.Step),

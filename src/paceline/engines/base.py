@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.protocol import Engine, Stat
+from paceline.core.protocol import Engine, Want
 from paceline.learners.base import Learner, Saved, Server
 
 
@@ -15,7 +15,7 @@ class Job:
 
     learner: Learner
     server: Server
-    wants: frozenset[Stat] = frozenset()
+    wants: frozenset[Want] = frozenset()
     seed: int = 0
     began: float = 0.0  # the time already spent when a run is resumed
     steps: int = 0  # the version already reached

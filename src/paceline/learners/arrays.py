@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Stat, Task, Work
+from paceline.core.protocol import Stat, Task, Want, Work
 from paceline.data.sampling import SHARED, Stream, generator
 from paceline.learners.base import (
     Array,
@@ -47,7 +47,7 @@ class ArrayServer(Steps):
         return partial(_zeros, span[1] - span[0], self._lr)
 
     def reduce(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
         self._sum = np.zeros_like(self.vector)
         for weight, vector in zip(weights, vectors, strict=True):
@@ -208,7 +208,7 @@ class NoArithmetic:
         return NoArithmetic
 
     def reduce(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
         return {}
 
@@ -216,7 +216,7 @@ class NoArithmetic:
         pass
 
     def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> dict[Stat, float]:
         return {}
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Stat, Stats, Task, Work
+from paceline.core.protocol import Stat, Stats, Task, Want, Work
 
 Array: TypeAlias = NDArray[Any]
 Proceed: TypeAlias = Callable[[int], bool]
@@ -67,7 +67,7 @@ class Shard(Protocol):
         """Whether `apply` needs the sums over all slices, and not only for the statistics."""
 
     def reduce(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
         """Add up results in the order given; return what must be known of the whole vector."""
 
@@ -95,7 +95,7 @@ class Server(Shard, Protocol):
         """Say how the server of a slice is made; refuse if a step cannot be taken in slices."""
 
     def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> dict[Stat, float]:
         """Reduce and apply; return the statistics."""
 
@@ -110,7 +110,7 @@ class Steps:
     """Gives a server that is not cut its `step`."""
 
     def step(
-        self: Shard, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self: Shard, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> dict[Stat, float]:
         totals = self.reduce(weights, vectors, wants)
         self.apply(totals)
@@ -216,7 +216,7 @@ class Direction:
     def __init__(self) -> None:
         self._previous: Array | None = None
 
-    def sums(self, direction: Array, wants: frozenset[Stat]) -> Sums:
+    def sums(self, direction: Array, wants: frozenset[Want]) -> Sums:
         """Return the square of the norm, and the product with the step before (first: 0.0)."""
         sums: Sums = {}
         if "norm" in wants:
@@ -244,7 +244,7 @@ def add_up(sums: Iterable[Sums]) -> Sums:
     return totals
 
 
-def statistics(totals: Sums, wants: frozenset[Stat]) -> dict[Stat, float]:
+def statistics(totals: Sums, wants: frozenset[Want]) -> dict[Stat, float]:
     """Return what a policy asked for, from the sums over the whole vector."""
     stats: dict[Stat, float] = {}
     if "norm" in wants:

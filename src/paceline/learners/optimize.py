@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.core.protocol import Stat
+from paceline.core.protocol import Want
 from paceline.core.state import decode, encode
 from paceline.learners.base import Array, Direction, Layout, Recipe, Saved, Span, Steps, Sums
 from paceline.learners.flat import FlatModule, as_tensor
@@ -64,7 +64,7 @@ class TorchShard:
         return self._transform is not None
 
     def reduce(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Stat]
+        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
         grads = self._gradients()
         first = True

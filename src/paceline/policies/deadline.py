@@ -13,10 +13,10 @@ from paceline.core.protocol import (
     Event,
     Finished,
     SetTimer,
-    Stat,
     Step,
     TimerFired,
     View,
+    Want,
     Work,
 )
 from paceline.policies.gather import Combine, mean
@@ -37,7 +37,7 @@ class Deadline:
     period: float
     budget: float | None = None  # by default 80 % of the period, the rest is for messages
     combine: Combine = mean
-    wants: frozenset[Stat] = frozenset()
+    wants: frozenset[Want] = frozenset()
 
     def __post_init__(self) -> None:
         if self.budget is None:

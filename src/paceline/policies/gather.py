@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol, TypeAlias
+from math import inf
+from typing import TypeAlias
 
 from paceline.core.protocol import (
     Assign,
@@ -15,51 +16,18 @@ from paceline.core.protocol import (
     Event,
     Finished,
     Result,
-    Stat,
     Step,
     TaskId,
     View,
+    Want,
     Work,
     WorkerId,
 )
+from paceline.policies.choosers import Chooser
+from paceline.policies.selectors import Everyone, Selector
 
 Combine: TypeAlias = Callable[[View, Collection[Result]], dict[TaskId, float]]
 MakeWork: TypeAlias = Callable[[View, WorkerId], Work]
-
-
-class Chooser(Protocol):
-    """A number that may change from step to step: a schedule, a test, a bandit."""
-
-    @property
-    def wants(self) -> frozenset[Stat]: ...
-    def choose(self, view: View) -> int: ...
-    def learn(self, view: View, event: Event) -> None: ...
-
-
-class Selector(Protocol):
-    """Chooses who gets a task. `wanted` results are still missing; more are spares."""
-
-    @property
-    def wants(self) -> frozenset[Stat]: ...
-    def choose(
-        self, view: View, candidates: Collection[WorkerId], wanted: int
-    ) -> Iterable[WorkerId]: ...
-    def learn(self, view: View, event: Event) -> None: ...
-
-
-@dataclass(frozen=True)
-class Everyone:
-    """Gives a task to every candidate."""
-
-    wants: frozenset[Stat] = frozenset()
-
-    def choose(
-        self, view: View, candidates: Collection[WorkerId], wanted: int
-    ) -> Iterable[WorkerId]:
-        return candidates
-
-    def learn(self, view: View, event: Event) -> None:
-        pass
 
 
 def in_order(results: Iterable[Result]) -> list[Result]:
@@ -87,10 +55,12 @@ class Gather:
     """Step as soon as `k` usable results are held.
 
     k: results per step; None: as many as there are workers when the round begins; or a chooser.
+        A selector may give a worker several of the k shares at once, which then come as one.
     max_delay: a result is usable while the model has moved at most this many versions.
     refill: a worker that has delivered starts again at once; otherwise it waits for the step.
     preempt: a step cancels work whose result could no longer be used.
     select: who gets a task.
+    hedge: spare tasks given beyond k; what is still running when k are there is cancelled.
     work: what a task is; unless it says how many samples, each gets 1/k of the global batch, so
         that a step uses `batch_size` samples whatever `k` is. When k does not divide it and not
         everyone is awaited, the count may be off by fewer than k samples.
@@ -105,11 +75,12 @@ class Gather:
     refill: bool = False
     preempt: bool = True
     select: Selector = Everyone()
+    hedge: int = 0
     work: Work | MakeWork = Work()
     combine: Combine = mean
     _round: int = field(default=-1, init=False, repr=False)  # the version these belong to:
     _quota: int = field(default=0, init=False, repr=False)  # results it needs
-    _given: int = field(default=0, init=False, repr=False)  # new tasks handed out for it
+    _given: int = field(default=0, init=False, repr=False)  # new shares handed out for it
 
     def __post_init__(self) -> None:
         if isinstance(self.k, int) and self.k < 1:
@@ -118,13 +89,13 @@ class Gather:
             raise ValueError(f"max_delay={self.max_delay}: a delay counts versions; use >= 0")
 
     @property
-    def wants(self) -> frozenset[Stat]:
-        chooser = frozenset[Stat]() if self.k is None or isinstance(self.k, int) else self.k.wants
+    def wants(self) -> frozenset[Want]:
+        chooser = frozenset[Want]() if self.k is None or isinstance(self.k, int) else self.k.wants
         return chooser | self.select.wants
 
     def check(self, workers: int, batch: int) -> None:
         """Refuse what cannot work with so many workers and such a batch."""
-        k = self.k if isinstance(self.k, int) else workers
+        k = workers if self.k is None else self.k if isinstance(self.k, int) else self.k.most
         if k > workers and not self.refill:
             raise ValueError(
                 f"k={k} exceeds the {workers} workers of this engine; use k <= {workers}, "
@@ -144,7 +115,7 @@ class Gather:
             if view.delay(result) > self.max_delay or result.samples == 0:
                 yield Discard(event.task)
         self._begin(view)
-        if len(view.held) >= self._quota:
+        if view.gathered >= self._quota:
             yield Step(self.combine(view, view.held.values()))
             yield from self._retire(view)
             self._begin(view)
@@ -174,31 +145,40 @@ class Gather:
                     break
                 stale.append(task.id)
             for id in stale:
+                self.select.learn(view, Cancel(id))
                 yield Cancel(id)
 
     def _hand_out(self, view: View) -> Iterator[Command]:
         candidates = view.idle if self.refill else view.free
         if candidates:
-            greedy = self.refill and isinstance(self.select, Everyone)
-            wanted = len(candidates) if greedy else self._wanted(view)
-            chosen = self.select.choose(view, candidates, wanted)
-            # Without a fixed k, who joins in mid-round waits for the next one.
-            limit = max(wanted, 0) if self.k is None and not self.refill else None
-            for worker in list(islice(chosen, limit)):
-                yield self._assign(view, worker)
-        if not self.refill and view.idle and (missing := self._wanted(view)) > 0:
+            # Everyone gets a task, wanted or not; but without a fixed k, who joins in mid-round
+            # waits for the next one.
+            all = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
+            chosen = self.select.choose(view, candidates, self._wanted(view))
+            for worker, shares in chosen.items():
+                limit = inf if all else self._wanted(view)
+                if limit < 1:
+                    break
+                yield self._assign(view, worker, int(min(shares, limit)))
+        missing = self._wanted(view) - self.hedge
+        if not self.refill and view.idle and missing > 0:
             for worker in list(islice(view.idle, missing)):
                 yield self._assign(view, worker)
 
     def _wanted(self, view: View) -> int:
-        return self._quota - len(view.held) - view.outstanding(self.max_delay)
+        """Return the shares, spares included, for which nobody has a task yet."""
+        missing = self._quota - view.gathered - view.outstanding(self.max_delay)
+        return missing + self.hedge
 
-    def _assign(self, view: View, worker: WorkerId) -> Assign:
+    def _assign(self, view: View, worker: WorkerId, shares: int = 1) -> Assign:
         if view.lost:
             return Assign(worker, redo=next(iter(view.lost)))
         work = self.work if isinstance(self.work, Work) else self.work(view, worker)
         if work.samples is None and work.parts is None:
             share, rest = divmod(view.batch, self._quota)
-            work = replace(work, samples=max(share + (self._given < rest), 1))
-        self._given += 1
-        return Assign(worker, work)
+            longer = min(max(rest - self._given, 0), shares)  # by one sample
+            work = replace(work, samples=max(share * shares + longer, 1))
+        elif shares > 1 and work.samples is not None:
+            work = replace(work, samples=work.samples * shares)
+        self._given += shares
+        return Assign(worker, work if shares == work.shares else replace(work, shares=shares))

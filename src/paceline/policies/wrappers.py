@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from paceline.core.protocol import Command, Event, Policy, SetTimer, Stat, Stop, TimerFired, View
+from paceline.core.protocol import Command, Event, Policy, SetTimer, Stop, TimerFired, View, Want
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Until:
     _armed: bool = field(default=False, init=False, repr=False)
 
     @property
-    def wants(self) -> frozenset[Stat]:
+    def wants(self) -> frozenset[Want]:
         return self.inner.wants
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
@@ -56,7 +56,7 @@ class MinWorkers:
     _ready: bool = field(default=False, init=False, repr=False)
 
     @property
-    def wants(self) -> frozenset[Stat]:
+    def wants(self) -> frozenset[Want]:
         return self.inner.wants
 
     def react(self, view: View, event: Event) -> Iterator[Command]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, TypeAlias
 
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ class History:
             case "finish" if ledger.running:
                 task = list(ledger.running.values())[which % len(ledger.running)]
                 samples = task.samples * task.work.steps
-                if task.work.budget < float("inf") and which == 0:
+                if task.work.budget < inf and which == 0:
                     samples = 0  # the budget was too short for anything
                 return Finished(task.id, samples, move.seconds, _stats(which))
             case "late" if past:
@@ -122,10 +123,12 @@ def check_books(ledger: Ledger) -> None:
     assert set(ledger.free) == set(ledger.idle) - set(results)
     assert not ledger.held.keys() & ledger.running.keys()
     assert not ledger.lost.keys() & (ledger.held.keys() | ledger.running.keys())
-    versions = [task.version for task in ledger.running.values()]
+    assert ledger.gathered == sum(result.task.work.shares for result in ledger.held.values())
+    running = list(ledger.running.values())
+    versions = [task.version for task in running]
     assert versions == sorted(versions)
-    for delay in (0, 1, 3):
-        fresh = sum(ledger.version - version <= delay for version in versions)
+    for delay in (0, 1, 3, inf):
+        fresh = sum(task.work.shares for task in running if ledger.delay(task) <= delay)
         assert ledger.outstanding(delay) == fresh
 
 

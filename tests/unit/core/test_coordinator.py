@@ -24,12 +24,12 @@ from paceline.core.protocol import (
     Left,
     SetTimer,
     Start,
-    Stat,
     Step,
     Stepped,
     Stop,
     TimerFired,
     View,
+    Want,
 )
 from paceline.core.state import describe, save_state
 from paceline.testing import Done, ScriptedEngine
@@ -41,7 +41,7 @@ class Scripted:
 
     answers: dict[type[Event], list[Command]] = field(default_factory=dict)
     shown: list[Event] = field(default_factory=list)
-    wants: frozenset[Stat] = frozenset()
+    wants: frozenset[Want] = frozenset()
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         self.shown.append(event)

@@ -72,6 +72,8 @@ def test_the_header_is_the_first_line(tmp_path: Path) -> None:
         "batch": 8,
         "about": None,
         "state": None,
+        "message_bytes": 0,
+        "prices": {"per_hour": 0.0, "per_gigabyte": 0.0, "idle": False},
     }
     assert rest == [dump_entry(entry) for entry in ENTRIES]
 

@@ -24,14 +24,14 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from paceline.core.protocol import Stat
+from paceline.core.protocol import Stat, Want
 from paceline.learners.base import Layout, Saved, Shard, Span, Sums, add_up, statistics
 from paceline.learners.optimize import Rules, SliceRecipe, TorchServer, check_elementwise
 from paceline.learners.transforms import ClipNorm, Piece, TrustRatio
 
 Array = np.ndarray[Any, Any]
-BOTH: frozenset[Stat] = frozenset({"norm", "dot"})
-NONE: frozenset[Stat] = frozenset()
+BOTH: frozenset[Want] = frozenset({"norm", "dot"})
+NONE: frozenset[Want] = frozenset()
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -81,7 +81,7 @@ class Slices:
             shard.load(self.layout.cut(parts, span))
 
     def step(
-        self, weights: list[float], vectors: list[Array], wants: frozenset[Stat]
+        self, weights: list[float], vectors: list[Array], wants: frozenset[Want]
     ) -> dict[Stat, float]:
         sums = [
             shard.reduce(weights, [vector[begin:end] for vector in vectors], wants)

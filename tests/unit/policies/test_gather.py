@@ -20,11 +20,11 @@ from paceline.core.protocol import (
     Left,
     Result,
     Start,
-    Stat,
     Step,
     Stepped,
     Task,
     View,
+    Want,
     Work,
     WorkerId,
 )
@@ -260,7 +260,8 @@ def test_what_a_step_left_out_is_discarded_once_it_is_too_old() -> None:
 class Growing:
     """Asks for one result more at each version."""
 
-    wants: frozenset[Stat] = frozenset({"norm"})
+    wants: frozenset[Want] = frozenset({"norm"})
+    most: int = 8
     learned: list[str] = field(default_factory=list)
 
     def choose(self, view: View) -> int:
@@ -291,24 +292,24 @@ def test_a_chooser_is_asked_once_per_version_and_sees_every_event() -> None:
 class Odd:
     """Gives tasks to workers with odd numbers."""
 
-    wants: frozenset[Stat] = frozenset({"dot"})
+    wants: frozenset[Want] = frozenset({"dot"})
     asked: list[int] = field(default_factory=list)
 
     def choose(
         self, view: View, candidates: Collection[WorkerId], wanted: int
-    ) -> Iterable[WorkerId]:
+    ) -> dict[WorkerId, int]:
         self.asked.append(wanted)
-        return (worker for worker in candidates if int(worker[1:]) % 2)
+        return {worker: 1 for worker in candidates if int(worker[1:]) % 2}
 
-    def learn(self, view: View, event: Event) -> None:
+    def learn(self, view: View, news: Event | Cancel) -> None:
         pass
 
 
 def test_a_selector_says_who_gets_a_task() -> None:
-    policy = pl.Gather(1, select=Odd(), refill=True)
+    policy = pl.Gather(1, select=Odd(), hedge=1, refill=True)
     assert policy.wants == {"dot"}
-    entries = transcript(policy, joined("w0", "w1", "w2", "w3"), batch=2)
-    assert [task.worker for task in tasks(entries).values()] == ["w1", "w3"]
+    entries = transcript(policy, joined("w0", "w1", "w2", "w3", "w5"), batch=2)
+    assert [task.worker for task in tasks(entries).values()] == ["w1", "w3"]  # and no third
 
 
 def test_a_selector_hears_how_many_results_are_missing() -> None:

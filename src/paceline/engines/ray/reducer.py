@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import ray
 
-from paceline.core.protocol import Stat, Task, TaskId
+from paceline.core.protocol import Stat, Task, TaskId, Want
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Array, Server, mean_loss
@@ -76,7 +76,7 @@ class Payload:
 class DriverReducer:
     """Reduces in the driver process: right for models that fit one machine's network card."""
 
-    def __init__(self, server: Server, wants: frozenset[Stat], stepped: Stepped) -> None:
+    def __init__(self, server: Server, wants: frozenset[Want], stepped: Stepped) -> None:
         self._server, self._wants, self._stepped = server, wants, stepped
         self._expected: dict[TaskId, Token] = {}
         self._held: dict[TaskId, Answer] = {}

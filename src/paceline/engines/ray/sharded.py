@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 
-from paceline.core.protocol import Stat, Task, TaskId
+from paceline.core.protocol import Task, TaskId, Want
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
 from paceline.engines.ray.pool import Member, Pool, alive_nodes
@@ -72,7 +72,7 @@ class ShardedReducer:
         self,
         server: Server,
         version: int,
-        wants: frozenset[Stat],
+        wants: frozenset[Want],
         pool: Pool,
         workers: Pool,
         carriers: Carriers,
@@ -82,7 +82,7 @@ class ShardedReducer:
         changed: Callable[[], None],
         redo: Callable[[Task, Version], None],
     ) -> None:
-        self._server, self._wants = server, sorted(wants)
+        self._server, self._wants = server, sorted(wants, key=str)
         self._pool, self._workers, self._carriers, self._calls = pool, workers, carriers, calls
         self._patience, self._start_patience = patience
         self._stepped, self._changed, self._redo = stepped, changed, redo

@@ -60,19 +60,20 @@ def pack(token: Token, task: Task) -> Order:
     parts = None if work.parts is None else tuple(work.parts.items())
     return (
         *(tuple(token), task.version, task.since, task.samples, task.draw, task.attempt),
-        *(parts, work.samples, work.steps, work.budget, work.tag),
+        *(parts, work.samples, work.steps, work.budget, work.shares, work.tag),
     )
 
 
 def unpack(order: Order) -> tuple[Token, Task]:
     """Invert `pack`; lists are what Ray makes of tuples."""
-    name, version, since, samples, draw, attempt, parts, asked, steps, budget, tag = order
+    name, version, since, samples, draw, attempt, parts, asked, steps, budget, shares, tag = order
     token = Token(*name)
     work = Work(
         None if parts is None else dict(parts),
         asked,
         steps,
         budget,
+        shares,
         tuple(tag) if isinstance(tag, list) else tag,
     )
     task = Task(token.task, token.worker, work, version, since, samples, draw, attempt)
