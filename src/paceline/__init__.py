@@ -10,7 +10,7 @@ from paceline.checkpoint import CheckpointError, Checkpoints
 from paceline.core.coordinator import Coordinator, StalledError, replay
 from paceline.core.journal import Journal
 from paceline.core.ledger import PolicyError
-from paceline.core.protocol import Joined, Left, Work
+from paceline.core.protocol import Joined, Left, Prices, Work
 from paceline.delays.compound import Bursts, Mixture, PerWorker, Scaled
 from paceline.delays.models import (
     Erlang,
@@ -23,10 +23,27 @@ from paceline.delays.models import (
 )
 from paceline.engines.simulator import Link, Simulator
 from paceline.learners.arrays import Logistic, Quadratic, Timing
+from paceline.policies.choosers import (
+    GrowOnNoise,
+    GrowWhenStationary,
+    Schedule,
+    bound_optimal,
+)
 from paceline.policies.deadline import Deadline, deadline
 from paceline.policies.gather import Gather, faded, mean
+from paceline.policies.indices import (
+    KL,
+    LCB,
+    Bounded,
+    Greedy,
+    Index,
+    SubExponential,
+    Thompson,
+)
 from paceline.policies.named import (
     asynchronous,
+    ata,
+    bandit,
     k_async,
     k_sync,
     local_sgd,
@@ -34,6 +51,7 @@ from paceline.policies.named import (
     ringmaster,
     sync,
 )
+from paceline.policies.selectors import Allocate, Bandit
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.trainer import Run, Trainer
 
@@ -53,6 +71,11 @@ _LAZY = {
 }
 
 __all__ = [
+    "KL",
+    "LCB",
+    "Allocate",
+    "Bandit",
+    "Bounded",
     "Bursts",
     "Callback",
     "CheckpointError",
@@ -64,6 +87,10 @@ __all__ = [
     "Exponential",
     "Fixed",
     "Gather",
+    "Greedy",
+    "GrowOnNoise",
+    "GrowWhenStationary",
+    "Index",
     "Joined",
     "Journal",
     "Left",
@@ -75,14 +102,18 @@ __all__ = [
     "Pareto",
     "PerWorker",
     "PolicyError",
+    "Prices",
     "Progress",
     "Quadratic",
     "Ray",
     "Run",
     "Scaled",
+    "Schedule",
     "ShiftedExponential",
     "Simulator",
     "StalledError",
+    "SubExponential",
+    "Thompson",
     "Timing",
     "TorchLearner",
     "Trace",
@@ -91,6 +122,9 @@ __all__ = [
     "Until",
     "Work",
     "asynchronous",
+    "ata",
+    "bandit",
+    "bound_optimal",
     "deadline",
     "faded",
     "k_async",

@@ -7,7 +7,7 @@ import logging
 import platform
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import count
@@ -23,7 +23,7 @@ from paceline.callbacks import Callback, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
-from paceline.core.protocol import MAIN, Interrupted, Policy, Step, Work
+from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work
 from paceline.core.state import describe, load_state, save_state
 from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
@@ -57,7 +57,7 @@ class Run:
         return float(self.metrics["seconds"][-1]) if len(self.metrics["seconds"]) else 0.0
 
     def summary(self) -> str:
-        """Say in a few lines what was done, used and wasted."""
+        """Say in a few lines what was done, used and wasted, and what it cost."""
         return summary(self.meter, self.reason, self.journal.header.batch)
 
     def samples(self) -> list[Stretch]:
@@ -73,6 +73,7 @@ class Trainer:
     checkpoints: where and how often to save; see `resume`.
     journal: a file for the journal, kept in memory otherwise.
     progress: whether to show a progress line.
+    prices: what hours and bytes cost, for all workers alike or for each of w0, w1, …
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         journal: Path | str | None = None,
         progress: bool = True,
+        prices: Prices | None = None,
     ) -> None:
         self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
         self._min_workers = engine.size if min_workers is None else min_workers
@@ -96,6 +98,8 @@ class Trainer:
                 f"use 1 to {engine.size}"
             )
         _check(policy, learner, engine.size)
+        self._prices = prices or Prices()
+        _check_prices(self._prices, engine.size)
         self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
         self._checkpoints, self._journal_path = checkpoints, journal
         self._server = learner.server()
@@ -197,6 +201,7 @@ class Trainer:
     def _coordinator(self, policy: Until) -> Coordinator:
         """Make the coordinator, where the snapshot left off if there is one."""
         batch, snapshot = self._learner.batch_size, self._snapshot
+        size, prices = self._learner.message_bytes, self._prices
         coordinator = Coordinator(policy, batch)
         state = None
         if snapshot is not None:
@@ -207,12 +212,15 @@ class Trainer:
             coordinator.ledger.stopped = None
             if snapshot.engine is None:
                 coordinator.ledger.abandon()
+        coordinator.ledger.message_bytes, coordinator.ledger.prices = size, prices
+        if snapshot is not None:  # with today's prices, not those it was saved with
             state = coordinator.state()
         about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
         path = self._journal_path
         if path is not None:
             path = _unused(Path(path), None if snapshot is None else snapshot.step)
-        coordinator.journal = Journal(Header(describe(policy), batch, about, state), path)
+        header = Header(describe(policy), batch, about, state, size, prices)
+        coordinator.journal = Journal(header, path)
         return coordinator
 
     def _drive(
@@ -318,6 +326,20 @@ def _check(policy: Policy, learner: Learner, workers: int) -> None:
         learner.check(work)
     if inner := getattr(policy, "inner", None):
         _check(inner, learner, workers)
+
+
+def _check_prices(prices: Prices, workers: int) -> None:
+    """Refuse prices that some worker has none of."""
+    for name in ("per_hour", "per_gigabyte"):
+        given = getattr(prices, name)
+        if not isinstance(given, Mapping):
+            continue
+        if missing := [f"w{i}" for i in range(workers) if f"w{i}" not in given]:
+            told = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+            raise ValueError(
+                f"prices: {name} names no price for {told}; this engine has the {workers} workers "
+                f"w0 to w{workers - 1}: name each of them, or give one number for all"
+            )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from paceline.core.protocol import (
     Event,
     Finished,
     Joined,
+    Left,
     Policy,
     SetTimer,
     Start,
@@ -30,6 +31,7 @@ from paceline.core.protocol import (
     Want,
 )
 from paceline.engines.base import Job, TrainingEngine
+from paceline.report.metrics import TOTALS, Meter
 from tests.conftest import flat, make_learner
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -79,6 +81,47 @@ def test_every_sample_is_accounted_for(engine: TrainingEngine, name: str) -> Non
         assert stretch.draw == place  # no gap, no overlap
         place += stretch.samples
     assert place >= 30 * 64
+
+
+def test_every_run_tells_its_costs(engine: TrainingEngine) -> None:
+    per_hour = {f"w{i}": 3600.0 * (i + 1) for i in range(4)}  # i + 1 dollars a second
+    prices = pl.Prices(per_hour, per_gigabyte=1e6)
+    learner, policy = make_learner(), pl.k_sync(2)
+    run = pl.Trainer(learner, policy, engine, progress=False, prices=prices).fit(steps=20)
+    meter, size = run.meter, learner.message_bytes
+    unfinished = sum(stretch.fate == "unfinished" for stretch in run.samples())
+    assert meter.started == meter.used + meter.wasted + unfinished
+    assert meter.used == 2 * 20 and meter.wasted > 0
+    assert meter.down_bytes == meter.started * size > 0
+    arrived = sum(isinstance(entry.event, Finished) for entry in run.journal)
+    assert meter.up_bytes == arrived * size >= meter.used * size
+    assert 0 < meter.busy_seconds <= meter.worker_seconds
+    seconds, busy, since = dict.fromkeys(per_hour, 0.0), dict[int, str](), 0.0
+    for entry in run.journal:  # k_sync gives a worker one task at a time
+        for worker in busy.values():
+            seconds[worker] += entry.now - since
+        since = entry.now
+        match entry.event:
+            case Finished(id):
+                busy.pop(id, None)
+            case Left(gone):
+                busy = {id: worker for id, worker in busy.items() if worker != gone}
+        for command in entry.commands:
+            match command:
+                case Start(task):
+                    busy[task.id] = task.worker
+                case Cancel(id):
+                    del busy[id]
+    assert meter.busy_seconds == pytest.approx(sum(seconds.values()))
+    time = sum((i + 1) * seconds[f"w{i}"] for i in range(4))
+    assert meter.dollars == pytest.approx(time + 1e-3 * (meter.down_bytes + meter.up_bytes))
+    again = Meter.begin(run.journal.header)
+    for entry in run.journal:
+        again.observe(entry)
+    for figure in TOTALS:
+        assert getattr(again, figure) == getattr(meter, figure), figure
+        assert again.columns[figure] == run.metrics[figure].tolist()
+    assert f"; ${meter.dollars:.2f}" in run.summary()
 
 
 def test_sync_gives_the_same_bits_on_every_engine(engine: TrainingEngine) -> None:

@@ -54,6 +54,14 @@ CASES: dict[str, Case] = {
     "ringmaster": Case(lambda: pl.ringmaster(2), 8, QUADRATIC),
     "ringmaster_without_stops": Case(lambda: pl.ringmaster(2, stops=False), 8),
     "local_sgd": Case(lambda: pl.MinWorkers(3, pl.local_sgd(3)), 4, QUADRATIC),
+    "adaptive_k_sync": Case(
+        lambda: pl.k_sync(pl.GrowOnNoise(1, 3, memory=2), samples=2), 12, QUADRATIC
+    ),
+    "bandit": Case(lambda: pl.MinWorkers(3, pl.bandit(1)), 12),
+    "bandit_hedged": Case(
+        lambda: pl.MinWorkers(3, pl.bandit(1, 1, index=pl.Thompson(), discount=0.9)), 8
+    ),
+    "ata": Case(lambda: pl.MinWorkers(3, pl.ata(6)), 6, QUADRATIC),
     "deadline": Case(lambda: pl.deadline(1.0), 8, engine=lambda: unequal(unit=2)),
 }
 
@@ -68,7 +76,7 @@ def simulate(name: str) -> pl.Journal:
     case, engine = CASES[name], CASES[name].engine()
     header = Header(describe(case.policy()), case.batch)
     coordinator = pl.Coordinator(policy(name), case.batch, pl.Journal(header))
-    engine.open(Job(case.learner, case.learner.server(), seed=1))
+    engine.open(Job(case.learner, case.learner.server(), case.policy().wants, seed=1))
     run({MAIN: coordinator}, engine)
     return coordinator.journal
 

@@ -29,6 +29,17 @@ POLICIES: dict[str, Policy] = {
     "MinWorkers": pl.MinWorkers(3, pl.sync()),
     "Until": pl.Until(pl.k_sync(2), steps=5, seconds=20.0),
     "loose k-sync": pl.Gather(3, max_delay=1, preempt=False),
+    "growing k": pl.k_sync(pl.Schedule({0: 1, 2: 3, 5: 4}), samples=2),
+    "k by sign": pl.k_sync(pl.GrowWhenStationary(1, 4, threshold=1, burn_in=1), samples=2),
+    "k by noise": pl.bandit(pl.GrowOnNoise(1, 4, memory=2), samples=2),
+    "bandit(2)": pl.bandit(2),
+    "hedged": pl.bandit(2, hedge=2, index=pl.Thompson()),
+    "discounted": pl.bandit(3, hedge=1, discount=0.8),
+    "windowed": pl.bandit(1, window=4, index=pl.Thompson(shape=2.0)),
+    "bounded": pl.bandit(2, index=pl.Bounded(2.0)),
+    "asynchronous bandit": pl.Gather(2, max_delay=3, refill=True, select=pl.Bandit(), hedge=2),
+    "ata(5)": pl.ata(5),
+    "ata, discounted": pl.ata(8, discount=0.9, index=pl.LCB()),
 }
 MAX_DELAY = {
     "sync": 0,
@@ -39,6 +50,11 @@ MAX_DELAY = {
     "ringmaster(3)": 2,
     "ringmaster(2) without stops": 1,
     "loose k-sync": 1,
+    "growing k": 0,
+    "bandit(2)": 0,
+    "hedged": 0,
+    "ata(5)": 0,
+    "asynchronous bandit": 3,
 }
 
 

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
 # Which packages beyond the standard library each layer may import.
 PACKAGES: dict[str, set[str]] = {
     "core": set(),
-    "policies": set(),
+    "policies": {"numpy"},
     "data": {"numpy"},
     "delays": {"numpy"},
     "learners": {"numpy", "torch"},
@@ -42,6 +42,7 @@ PACKAGES: dict[str, set[str]] = {
 ONLY_IN = {
     "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")},
     "hypothesis": {"testing/histories.py"},
+    # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.
 NO_CLOCK = {"core", "policies", "data", "delays", "learners", "report", "checkpoint"}

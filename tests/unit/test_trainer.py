@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf, nan
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +17,20 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.core.protocol import Interrupted, Policy, Start, Step, Stepped, Stop
+from paceline.core.protocol import (
+    Command,
+    Event,
+    Interrupted,
+    Policy,
+    Start,
+    Step,
+    Stepped,
+    Stop,
+    View,
+    Want,
+)
 from paceline.learners.base import Learner
+from paceline.report.metrics import TOTALS
 
 POLICIES: dict[str, Policy] = {
     "sync": pl.sync(),
@@ -359,7 +372,12 @@ def test_resumed_from_the_middle_it_is_the_uninterrupted_run_bit_for_bit(
     assert run.steps == 16
     assert np.array_equal(parameters(run), parameters(whole))
     for column, values in whole.metrics.items():
-        assert np.array_equal(run.metrics[column], values[6:]), column
+        if column in ("busy_seconds", "up_bytes", "dollars"):  # counted from the resume on
+            assert np.allclose(run.metrics[column], values[6:] - values[5]), column
+        elif column in TOTALS:  # what was started right after step 6 is neither's
+            assert np.array_equal(np.diff(run.metrics[column]), np.diff(values[6:])), column
+        else:
+            assert np.array_equal(run.metrics[column], values[6:]), column
     entries = list(run.journal)
     assert entries == list(whole.journal)[-len(entries) :]
     assert pl.replay(run.policy, run.journal) == run.journal
@@ -589,13 +607,116 @@ def test_the_header_says_what_the_run_was() -> None:
 
 def test_a_summary_mentions_the_figures() -> None:
     run = trainer(pl.k_sync(2), engine=pl.Simulator(4, pl.Fixed(1.0))).fit(steps=6)
-    first, samples, tasks, waiting = run.summary().splitlines()
+    first, samples, tasks, waiting, messages, cost = run.summary().splitlines()
     assert first.startswith("6 steps in ")
     assert f"loss {run.metrics['loss'][0]:.4g} -> {run.metrics['loss'][-1]:.4g}" in first
     assert first.endswith("(ended: 6 steps taken)")
     assert "60 used, 10 a step (batch_size 10)" in samples
     assert "28 started, 12 used, 12 wasted (12 cancelled, 0 discarded, 0 lost" in tasks
     assert "mean delay 0 versions" in waiting
+    size = run.meter.message_bytes
+    assert size == logistic().message_bytes > 0
+    assert messages == f"  messages  {28 * size} B down, {12 * size} B up"
+    assert cost == f"  cost      {4 * run.seconds:.4g} busy worker-seconds of {4 * run.seconds:.4g}"
+
+
+# --- prices --------------------------------------------------------------------------------------
+
+DEAR = pl.Prices({f"w{i}": 3600.0 for i in range(4)}, per_gigabyte=2e6)
+
+
+class Watchful:
+    """Synchronous, and notes the prices and sizes it is shown."""
+
+    wants: frozenset[Want] = frozenset()
+    seen: ClassVar[list[tuple[int, pl.Prices]]] = []
+
+    def __init__(self) -> None:
+        self.inner = pl.sync()
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        self.seen.append((view.message_bytes, view.prices))
+        yield from self.inner.react(view, event)
+
+
+def test_prices_reach_the_policy_the_journal_and_the_figures(tmp_path: Path) -> None:
+    Watchful.seen.clear()
+    engine = pl.Simulator(4, pl.Fixed(1.0), unit=2)
+    run = trainer(Watchful(), logistic(8), engine, prices=DEAR, journal=tmp_path / "j").fit(steps=3)
+    size = logistic().message_bytes
+    assert set(map(str, Watchful.seen)) == {str((size, DEAR))}
+    for header in (run.journal.header, pl.Journal.load(tmp_path / "j").header):
+        assert (header.message_bytes, header.prices) == (size, DEAR)
+    down, up = 16, 12  # the last step is answered with four more tasks
+    assert (run.meter.down_bytes, run.meter.up_bytes) == (down * size, up * size)
+    assert run.meter.dollars == pytest.approx(3 * 4 * 1.0 + (down + up) * size * 0.002)
+    assert run.metrics["dollars"].tolist() == pytest.approx(
+        [step * (4 + 8 * size * 0.002) for step in (1, 2, 3)]
+    )
+
+
+def test_without_prices_nothing_costs_anything() -> None:
+    run = trainer().fit(steps=3)
+    assert run.journal.header.prices == pl.Prices()
+    assert run.meter.dollars == 0.0 and run.meter.busy_seconds > 0
+    assert "$" not in run.summary()
+
+
+@pytest.mark.parametrize("name", ["per_hour", "per_gigabyte"])
+def test_a_worker_without_a_price_is_told_before_anything_is_started(name: str) -> None:
+    told = (
+        f"prices: {name} names no price for w1, w3; this engine has the 4 workers w0 to w3: "
+        "name each of them, or give one number for all"
+    )
+    with pytest.raises(ValueError, match=told):
+        trainer(prices=pl.Prices(**{name: {"w0": 1.0, "w2": 1.0, "w5": 1.0}}))
+    trainer(prices=pl.Prices(**{name: {f"w{i}": 1.0 for i in range(9)}}))  # more are no harm
+    with pytest.raises(ValueError, match=r"for w0, w1, w2, w3, w4, w5, w6, w7, …; this engine has"):
+        trainer(prices=pl.Prices(**{name: {}}), engine=pl.Simulator(10))
+
+
+def test_prices_may_be_any_numbers_in_any_mapping(tmp_path: Path) -> None:
+    table = {f"w{i}": np.float64(i) for i in range(4)}
+    prices = pl.Prices(MappingProxyType(table), np.float32(0.5), idle=True)
+    saves = pl.Checkpoints(tmp_path / "saves")
+    run = trainer(prices=prices, checkpoints=saves, journal=tmp_path / "j").fit(steps=2)
+    table["w0"] = np.float64(99.0)  # what was given may change later
+    expected = pl.Prices({"w0": 0.0, "w1": 1.0, "w2": 2.0, "w3": 3.0}, 0.5, idle=True)
+    assert run.journal.header.prices == expected
+    assert pl.Journal.load(tmp_path / "j").header.prices == expected
+
+
+def test_a_resumed_run_has_the_prices_of_its_own_trainer(tmp_path: Path) -> None:
+    saves = pl.Checkpoints(tmp_path, every=4)
+    first = trainer(Watchful(), prices=DEAR, checkpoints=saves).fit(steps=4)
+    assert first.meter.dollars > 0
+    cheap = pl.Prices(per_hour=36.0)
+    for prices, expected in ((cheap, cheap), (None, pl.Prices())):
+        Watchful.seen.clear()
+        run = trainer(Watchful(), prices=prices).resume(tmp_path).fit(steps=8)
+        assert run.steps == 8
+        assert {str(shown) for _, shown in Watchful.seen} == {str(expected)}
+        assert run.journal.header.prices == expected
+        assert pl.replay(run.policy, run.journal) == run.journal
+        assert {str(shown) for _, shown in Watchful.seen} == {str(expected)}  # in the replay too
+        second = expected.second("w0")
+        assert run.meter.dollars == pytest.approx(second * run.meter.busy_seconds)
+        assert (run.meter.dollars > 0) is (prices is cheap)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_run_in_two_parts_costs_what_it_costs_in_one(name: str) -> None:
+    """With one price of bytes for all, so that late results of cancelled tasks have one, too."""
+
+    def make() -> pl.Trainer:
+        return trainer(POLICIES[name], engine=lively(interruptible=False), prices=DEAR)
+
+    once, twice = make().fit(steps=20).meter, make()
+    first, second = twice.fit(steps=7).meter, twice.fit(steps=20).meter
+    assert second.dollars > 0
+    for figure in TOTALS:
+        parts = getattr(first, figure) + getattr(second, figure)
+        assert parts == pytest.approx(getattr(once, figure)), figure
 
 
 @pytest.mark.parametrize("interrupts", [True, False])

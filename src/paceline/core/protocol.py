@@ -74,9 +74,13 @@ class Prices:
     def __post_init__(self) -> None:
         for name in ("per_hour", "per_gigabyte"):
             given = getattr(self, name)
-            for price in given.values() if isinstance(given, Mapping) else (given,):
+            by_worker = isinstance(given, Mapping)
+            for price in given.values() if by_worker else (given,):
                 if not (isfinite(price) and price >= 0):
                     raise ValueError(f"{name}={given!r}: a price must be finite and >= 0")
+            # Plain numbers, which a journal can hold, and out of reach of whoever gave them.
+            plain = {w: float(price) for w, price in given.items()} if by_worker else float(given)
+            object.__setattr__(self, name, plain)
 
     def second(self, worker: WorkerId) -> float:
         """Return the price of a second of a worker."""

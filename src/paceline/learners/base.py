@@ -215,24 +215,60 @@ class Direction:
 
     def __init__(self) -> None:
         self._previous: Array | None = None
+        self._age = 0  # steps since it was kept
 
     def sums(self, direction: Array, wants: frozenset[Want]) -> Sums:
-        """Return the square of the norm, and the product with the step before (first: 0.0)."""
+        """Return the square of the norm, and the product with the step before (first: 0.0).
+
+        With ("dot", lag) it is the product with the step `lag` before. One vector is kept for it,
+        so it is there at every lag-th step alone.
+        """
         sums: Sums = {}
         if "norm" in wants:
             sums["norm"] = float(np.linalg.norm(direction)) ** 2
-        if "dot" in wants:
-            previous = self._previous
-            sums["dot"] = 0.0 if previous is None else float(previous @ direction)
-            self._previous = direction.copy()
+        lag = _lag(wants)
+        # An empty slice has no state from which it could know at which steps the others multiply.
+        if not lag or (lag > 1 and not direction.size):
+            return sums
+        self._age += 1
+        if self._previous is None or self._age > lag:
+            if lag == 1:
+                sums["dot"] = 0.0
+        elif self._age == lag:
+            sums["dot"] = float(self._previous @ direction)
+        else:
+            return sums
+        self._previous, self._age = direction.copy(), 0
         return sums
 
     def save(self) -> dict[str, Array]:
-        return {} if self._previous is None else {"previous": self._previous}
+        if self._previous is None:
+            return {}
+        age = {"age": np.array(self._age)} if self._age else {}
+        return {"previous": self._previous, **age}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         previous = arrays.get("previous")
         self._previous = None if previous is None else previous.copy()
+        self._age = 0 if previous is None else int(arrays.get("age", 0))
+
+
+def _lag(wants: frozenset[Want]) -> int:
+    """Return how many steps before the other factor of "dot" is; 0 if nobody asks for one."""
+    lags = {
+        want[1] if isinstance(want, tuple) else 1
+        for want in wants
+        if isinstance(want, tuple) or want == "dot"
+    }
+    if len(lags) > 1:
+        raise ValueError(
+            f'products with the steps {sorted(lags)} before are wanted ("dot" is 1 before), but '
+            "one vector is kept for them; use the same lag in all parts of a policy"
+        )
+    lag = lags.pop() if lags else None
+    if lag is not None and lag < 1:
+        raise ValueError(f'("dot", {lag}) names no step before; use ("dot", lag) with lag >= 1')
+    return lag or 0
 
 
 def add_up(sums: Iterable[Sums]) -> Sums:
@@ -249,7 +285,7 @@ def statistics(totals: Sums, wants: frozenset[Want]) -> dict[Stat, float]:
     stats: dict[Stat, float] = {}
     if "norm" in wants:
         stats["norm"] = sqrt(totals["norm"])
-    if "dot" in wants:
+    if "dot" in totals and _lag(wants):  # with a lag, it is not there at every step
         stats["dot"] = totals["dot"]
     return stats
 

@@ -24,7 +24,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.policies.choosers import Chooser
-from paceline.policies.selectors import Everyone, Selector
+from paceline.policies.selectors import Allocate, Everyone, Selector
 
 Combine: TypeAlias = Callable[[View, Collection[Result]], dict[TaskId, float]]
 MakeWork: TypeAlias = Callable[[View, WorkerId], Work]
@@ -87,6 +87,17 @@ class Gather:
             raise ValueError(f"k={self.k}: a step needs at least one result; use k >= 1")
         if self.max_delay < 0:
             raise ValueError(f"max_delay={self.max_delay}: a delay counts versions; use >= 0")
+        if self.hedge < 0:
+            raise ValueError(f"hedge={self.hedge}: use 0 or more spare tasks")
+        if self.hedge and isinstance(self.select, Everyone):
+            raise ValueError(
+                f"hedge={self.hedge}: everyone has a task already; give select=Bandit() or hedge=0"
+            )
+        if self.hedge and isinstance(self.select, Allocate):
+            raise ValueError(
+                f"hedge={self.hedge}: with shares of different size the batch would not stay what "
+                "it is; use select=Bandit() or hedge=0"
+            )
 
     @property
     def wants(self) -> frozenset[Want]:
@@ -96,10 +107,15 @@ class Gather:
     def check(self, workers: int, batch: int) -> None:
         """Refuse what cannot work with so many workers and such a batch."""
         k = workers if self.k is None else self.k if isinstance(self.k, int) else self.k.most
-        if k > workers and not self.refill:
+        if k > workers and not self.refill and not isinstance(self.select, Allocate):
             raise ValueError(
                 f"k={k} exceeds the {workers} workers of this engine; use k <= {workers}, "
                 "or refill=True (rennala) to let quick workers deliver several results"
+            )
+        if k + self.hedge > workers and not self.refill and self.hedge:
+            raise ValueError(
+                f"k={k} and hedge={self.hedge} are {k + self.hedge} tasks for {workers} workers; "
+                f"use hedge <= {workers - k}, or k_sync({k}) to give everyone a task"
             )
         if isinstance(self.work, Work) and self.work.samples is None and k > batch:
             raise ValueError(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Literal
 
 from paceline.core.protocol import Work
+from paceline.policies.choosers import Chooser
 from paceline.policies.gather import Gather, faded, mean
+from paceline.policies.indices import KL, Index
+from paceline.policies.selectors import Allocate, Bandit
 
 
 def sync(n: int | None = None) -> Gather:
@@ -16,9 +20,52 @@ def sync(n: int | None = None) -> Gather:
     return Gather(n)
 
 
-def k_sync(k: int) -> Gather:
-    """Wait for the fastest `k`, cancel the rest (Dutta et al., 2018, arXiv 1803.01113)."""
-    return Gather(k)
+def k_sync(k: int | Chooser, samples: int | None = None) -> Gather:
+    """Wait for the fastest `k`, cancel the rest (Dutta et al., 2018, arXiv 1803.01113).
+
+    With a chooser for k this is adaptive k-sync (Kas Hanna et al., 2020, arXiv 2002.11005).
+    samples: of each task, so that a step uses k times as many; by default 1/k of the batch.
+    """
+    return Gather(k, work=Work(samples=samples))
+
+
+def bandit(
+    k: int | Chooser,
+    hedge: int = 0,
+    samples: int | None = None,
+    *,
+    index: Index = KL(),
+    discount: float = 1.0,
+    window: int | None = None,
+    minimize: Literal["time", "dollars"] = "time",
+    seed: int = 0,
+) -> Gather:
+    """Give tasks to `k` workers only, and learn who is quick (arXiv 2202.08302).
+
+    hedge: spare tasks beyond k; when k results are there, the rest is cancelled. 0 wastes
+        nothing and waits for the slowest of the chosen; n - k is `k_sync` of n workers.
+    samples: as in `k_sync`. The other arguments are those of `Bandit`.
+    """
+    select = Bandit(index, discount, window, seed, minimize=minimize)
+    return Gather(k, select=select, hedge=hedge, work=Work(samples=samples))
+
+
+def ata(
+    shares: int | Chooser,
+    samples: int | None = None,
+    *,
+    index: Index = KL(),
+    discount: float = 1.0,
+    window: int | None = None,
+    seed: int = 0,
+) -> Gather:
+    """Cut the batch into `shares` and give quick workers several of them, slow ones none.
+
+    Adaptive task allocation (Maranjyan et al., 2025, arXiv 2502.00775).
+    samples: of each share, as in `k_sync`. The other arguments are those of `Allocate`.
+    """
+    select = Allocate(index, discount, window, seed)
+    return Gather(shares, select=select, work=Work(samples=samples))
 
 
 def k_async(k: int) -> Gather:

@@ -1,12 +1,34 @@
-"""Who gets a task."""
+"""Who gets a task: everyone, or those of whom the least time or money is expected.
+
+Workers are chosen as the arms of a combinatorial bandit are: by an optimistic figure for each
+(`indices.py`) from its response times so far (`arms.py`). A response time is the seconds from the
+task to its result, over its samples, so that what was learned holds when shares change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol
 
-from paceline.core.protocol import Cancel, Event, View, Want, WorkerId
+import numpy as np
+
+from paceline.core.protocol import (
+    Cancel,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Prices,
+    View,
+    Want,
+    WorkerId,
+)
+from paceline.policies.arms import Floats
+from paceline.policies.indices import KL, Index
+from paceline.policies.ranking import Ranking, Rows
 
 
 class Selector(Protocol):
@@ -36,3 +58,173 @@ class Everyone:
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         pass
+
+
+@dataclass
+class Learned:
+    """What both selectors below share: they learn the workers' pace as results come in."""
+
+    index: Index = KL()
+    discount: float = 1.0
+    window: int | None = None
+    seed: int = 0
+    wants: frozenset[Want] = frozenset()
+    _ranking: Ranking = field(init=False, repr=False, compare=False)
+    _admitted: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.discount <= 1:
+            raise ValueError(f"discount={self.discount}: use a number above 0, up to 1")
+        if self.window is not None and (self.window < 1 or self.discount < 1):
+            raise ValueError(
+                f"window={self.window}, discount={self.discount}: use a window of 1 round or more, "
+                "or a discount, and not both"
+            )
+        self._ranking = Ranking(self.index, self.seed, self.discount, self.window)
+
+    def learn(self, view: View, news: Event | Cancel) -> None:
+        match news:
+            case Finished(id):
+                result = view.held[id]
+                if result.samples:
+                    seconds = (view.now - result.task.since) / result.samples
+                    self._ranking.observe(result.task.worker, seconds, ended=True)
+            case Cancel(id):
+                task = view.running[id]
+                seconds = (view.now - task.since) / (task.samples * task.work.steps)
+                self._ranking.observe(task.worker, seconds, ended=False)
+            case Joined(worker):
+                self._ranking.arms.admit([worker])
+            case Left(worker):
+                self._ranking.leave(worker)
+
+    def seconds(self) -> dict[WorkerId, float]:
+        """Return the seconds a sample takes each worker that was tried, as far as is known."""
+        arms = self._ranking.arms
+        times = arms.times(slice(0, len(arms)))
+        tried = times.ended + times.cut > 0
+        means = self.index.means(times.of(tried)).tolist()
+        names = [name for name, seen in zip(arms.names, tried, strict=True) if seen]
+        return dict(zip(names, means, strict=True))
+
+    def _best(
+        self, view: View, candidates: Collection[WorkerId], count: int
+    ) -> dict[WorkerId, float]:
+        if not self._admitted:  # some may have joined before this policy was asked anything
+            self._ranking.arms.admit(view.workers)
+            self._admitted = True
+
+        def cost(rows: Rows, seconds: Floats) -> Floats:
+            return self._cost(view, rows, seconds)
+
+        return self._ranking.best(view.version, candidates, count, cost)
+
+    def _cost(self, view: View, rows: Rows, seconds: Floats) -> Floats:
+        return seconds
+
+
+@dataclass
+class Bandit(Learned):
+    """Gives tasks to those of whom the least time, or money, is expected.
+
+    A combinatorial bandit in the manner of Egger, Bitar, Wachter-Zeh and Gündüz (arXiv
+    2202.08302): only as many get a task as results are wanted, and all of them are awaited.
+
+    index: how optimistic to be about who was seldom tried: `KL`, `Thompson`, `LCB`, …
+    discount: what an observation's weight is multiplied by in each round; 0.98 where speeds
+        change within some hundred rounds.
+    window: or the rounds after which an observation is forgotten.
+    seed: of draws, of ties, and of the order in which workers are tried first.
+    minimize: "time", or "dollars" by the prices that the trainer was given.
+    """
+
+    minimize: Literal["time", "dollars"] = "time"
+    _samples: float = field(default=0.0, init=False, repr=False)  # of a task, the last seen
+
+    def choose(
+        self, view: View, candidates: Collection[WorkerId], wanted: int
+    ) -> Mapping[WorkerId, int]:
+        if wanted < 1:
+            return {}
+        return dict.fromkeys(self._best(view, candidates, wanted), 1)
+
+    def learn(self, view: View, news: Event | Cancel) -> None:
+        super().learn(view, news)
+        if isinstance(news, Finished):
+            task = view.held[news.task].task
+            self._samples = task.samples * task.work.steps
+
+    def _cost(self, view: View, rows: Rows, seconds: Floats) -> Floats:
+        if self.minimize == "time":
+            return seconds
+        prices, names = view.prices, self._ranking.arms.names
+        _check_prices(prices)
+        chosen = [names[row] for row in rows.tolist()]
+        per_second = np.array([prices.second(worker) for worker in chosen])
+        per_byte = np.array([prices.byte(worker) for worker in chosen])
+        messages: Floats = 2 * view.message_bytes * per_byte
+        return per_second * seconds * (self._samples or 1.0) + messages
+
+
+@dataclass
+class Allocate(Learned):
+    """Shares the k parts of a step out so that the last is expected to be done soonest.
+
+    Task allocation in the manner of ATA (Maranjyan, Saad, Richtárik, Orabona, 2025, arXiv
+    2502.00775): a quick worker gets several of the k shares, as one task, and a slow one none.
+    Here k may exceed the number of workers; the more shares, the finer they can be divided.
+    The arguments are those of `Bandit`.
+    """
+
+    def choose(
+        self, view: View, candidates: Collection[WorkerId], wanted: int
+    ) -> Mapping[WorkerId, int]:
+        if wanted < 1:
+            return {}
+        best = self._best(view, candidates, wanted)
+        shares = allocate(list(best.values()), wanted)
+        return {worker: share for worker, share in zip(best, shares, strict=True) if share}
+
+
+def allocate(seconds: Sequence[float], shares: int) -> list[int]:
+    """Share out so that the largest share * seconds is least; in O(n log n).
+
+    Who takes no time, for all that is known, gets one share: more could be far too many.
+
+    >>> allocate([0.5, 0.6, 0.7, 3.0], 7)
+    [3, 2, 2, 0]
+    """
+    given = [0] * len(seconds)
+    unknown = [i for i, s in enumerate(seconds) if s <= 0]
+    known = [i for i, s in enumerate(seconds) if 0 < s < inf]
+    for i in unknown[:shares]:
+        given[i] = 1
+    left = shares - sum(given)
+    if not known:
+        for turn in range(left if unknown else 0):
+            given[unknown[turn % len(unknown)]] += 1
+        return given
+    # Whoever can do it within the time that all would need if shares could be cut at will …
+    pace = left / sum(1 / seconds[i] for i in known)
+    for i in known:
+        given[i] = int(pace / seconds[i])
+    # … and the rest one by one to who would be done with it first.
+    queue = [((given[i] + 1) * seconds[i], i) for i in known]
+    heapq.heapify(queue)
+    for _ in range(left - sum(given[i] for i in known)):
+        _, i = queue[0]
+        given[i] += 1
+        heapq.heapreplace(queue, ((given[i] + 1) * seconds[i], i))
+    return given
+
+
+def _check_prices(prices: Prices) -> None:
+    if prices == Prices():
+        raise ValueError(
+            "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…)) some"
+        )
+    if prices.idle:
+        raise ValueError(
+            "minimize='dollars' with Prices(idle=True): who is paid while idle costs the same "
+            "chosen or not, so that the quickest are the cheapest; use minimize='time'"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import Literal, TypeAlias
@@ -17,6 +18,7 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
+    Prices,
     Result,
     Start,
     Step,
@@ -26,7 +28,8 @@ from paceline.core.protocol import (
 )
 from paceline.core.state import load_state
 
-COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay")
+TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
+COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
 Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
 
@@ -42,8 +45,19 @@ class Stretch:
 
 @dataclass
 class Meter:
-    """Counts as entries come in; each entry costs the same, however long the run."""
+    """Counts as entries come in; each entry costs the same, however long the run.
 
+    Messages: a task that is started costs one model down, and a result that somebody waits for
+    one result up. What the data plane adds beneath (copies of servers) or spares (workers of one
+    node that share a model) is not in it.
+    Seconds: a worker is busy from a task's start until its result, cancellation or loss. On Ray,
+    work that cannot be interrupted goes on after its cancellation, and is not charged.
+    Dollars: the seconds in which a worker has a task (with `Prices.idle`, in which it is there)
+    times its price, and its bytes times theirs.
+    """
+
+    message_bytes: int = 0  # of a model, and of a result
+    prices: Prices = Prices()
     version: int = 0
     began: float = 0.0  # when this run took over, above 0 if it was resumed
     started: int = 0
@@ -57,21 +71,30 @@ class Meter:
     busy_seconds: float = 0.0  # of workers having a task, summed over workers
     worker_seconds: float = 0.0  # of workers being there
     compute_seconds: float = 0.0  # measured by the workers themselves
+    down_bytes: int = 0
+    up_bytes: int = 0
+    dollars: float = 0.0
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
+    _rate: float = 0.0  # dollars per second of all who are paid at the moment
     _busy: int = 0  # workers that have a task
     _present: set[WorkerId] = field(default_factory=set)
     _running: dict[TaskId, Task] = field(default_factory=dict)
     _of_worker: dict[WorkerId, set[TaskId]] = field(default_factory=dict)
     _held: dict[TaskId, Result] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        prices = self.prices
+        self.priced = any(map(_is_above_zero, (prices.per_hour, prices.per_gigabyte)))
+
     @classmethod
     def begin(cls, header: Header) -> Meter:
         """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
-        meter, books = cls(), _books(header)
+        meter, books = cls(header.message_bytes, header.prices), _books(header)
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
-        meter._present.update(books.workers)
+        for worker in books.workers:
+            meter._join(worker)
         for task in books.running.values():
             meter._start(task)
         meter._held = dict(books.held)
@@ -81,21 +104,26 @@ class Meter:
         self._pass_time(entry.now)
         match entry.event:
             case Joined(worker):
-                self._present.add(worker)
+                self._join(worker)
             case Left(worker):
-                self._present.discard(worker)
                 for id in list(self._of_worker.get(worker, ())):
                     self._end(id)
                     self.lost += 1
+                self._leave(worker)
             case Finished(id, samples, seconds, stats):
                 self.compute_seconds += seconds
                 if id in self._running:
-                    self._held[id] = Result(self._end(id), entry.now, samples, seconds, stats)
+                    task = self._end(id)
+                    self._held[id] = Result(task, entry.now, samples, seconds, stats)
+                    self.up_bytes += self.message_bytes
+                    self._pay_message(task.worker)
         for command in entry.commands:
             match command:
                 case Start(task):
                     self._start(task)
                     self.started += 1
+                    self.down_bytes += self.message_bytes
+                    self._pay_message(task.worker)
                     if task.attempt > 1:
                         self.redone += 1
                     else:
@@ -124,6 +152,7 @@ class Meter:
             "samples": samples,
             "results": len(results),
             "delay": sum(self.version - r.task.version for r in results) / max(len(results), 1),
+            **{name: getattr(self, name) for name in TOTALS},
         }
         for name, value in row.items():
             self.columns[name].append(value)
@@ -134,9 +163,23 @@ class Meter:
             for id in step.weights:
                 del self._held[id]
 
+    def _join(self, worker: WorkerId) -> None:
+        self._present.add(worker)
+        if self.prices.idle:
+            self._hire(worker)
+
+    def _leave(self, worker: WorkerId) -> None:
+        if worker in self._present:
+            self._present.remove(worker)
+            if self.prices.idle:
+                self._release(worker, len(self._present))
+
     def _start(self, task: Task) -> None:
         tasks = self._of_worker.setdefault(task.worker, set())
-        self._busy += not tasks
+        if not tasks:
+            self._busy += 1
+            if not self.prices.idle:
+                self._hire(task.worker)
         tasks.add(task.id)
         self._running[task.id] = task
 
@@ -144,13 +187,34 @@ class Meter:
         task = self._running.pop(id)
         tasks = self._of_worker[task.worker]
         tasks.discard(id)
-        self._busy -= not tasks
+        if not tasks:
+            self._busy -= 1
+            if not self.prices.idle:
+                self._release(task.worker, self._busy)
         return task
 
+    def _hire(self, worker: WorkerId) -> None:
+        if self.priced:
+            self._rate += self.prices.second(worker)
+
+    def _release(self, worker: WorkerId, others: int) -> None:
+        if self.priced:  # and rounding leaves nothing behind once nobody is paid
+            self._rate = max(self._rate - self.prices.second(worker), 0.0) if others else 0.0
+
+    def _pay_message(self, worker: WorkerId) -> None:
+        if self.priced:
+            self.dollars += self.message_bytes * self.prices.byte(worker)
+
     def _pass_time(self, now: float) -> None:
+        self.dollars += (now - self._now) * self._rate
         self.busy_seconds += (now - self._now) * self._busy
         self.worker_seconds += (now - self._now) * len(self._present)
         self._now = now
+
+    @property
+    def wasted(self) -> int:
+        """The tasks whose result was not used and never will be."""
+        return self.cancelled + self.discarded + self.lost
 
     @property
     def waiting(self) -> float:
@@ -158,8 +222,17 @@ class Meter:
         return 1 - self.busy_seconds / self.worker_seconds if self.worker_seconds else 0.0
 
     def arrays(self) -> dict[str, NDArray[np.float64]]:
-        """Return one value per step: step, seconds, loss, samples, results, mean delay."""
+        """Return one value per step: step, seconds, loss, samples, results, mean delay, and costs.
+
+        The costs (started, wasted, busy_seconds, down_bytes, up_bytes, dollars) are totals since
+        the run was (re)started, at the moment of the step: what is cancelled or started in
+        response to it appears in the next row.
+        """
         return {name: np.array(values) for name, values in self.columns.items()}
+
+
+def _is_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
+    return any(prices.values()) if isinstance(prices, Mapping) else prices > 0
 
 
 def _books(header: Header) -> Ledger:

@@ -8,7 +8,11 @@ from paceline.report.metrics import Meter
 
 
 def summary(meter: Meter, reason: str, batch: int) -> str:
-    """Say what was done, what it used, and what was wasted, all since the run was (re)started."""
+    """Say what was done, what it used, wasted and cost, all since the run was (re)started.
+
+    A started task is a model down, an arrived result a result up, and a worker is busy from a
+    task's start until its result, cancellation or loss; `Meter` says what is left out.
+    """
     columns = meter.columns
     steps = len(columns["step"])
     seconds = columns["seconds"][-1] - meter.began if steps else 0.0
@@ -17,7 +21,6 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
     title = f"{steps} steps in {seconds:.4g} s"
     if losses:
         title += f", loss {losses[0]:.4g} -> {losses[-1]:.4g}"
-    wasted = meter.cancelled + meter.discarded + meter.lost
     per_step = samples / steps if steps else 0.0
     per_second = samples / seconds if seconds > 0 else 0.0
     delay = sum(columns["delay"]) / steps if steps else 0.0
@@ -25,12 +28,46 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
         f"{title} (ended: {reason})",
         f"  samples   {samples} used, {per_step:.4g} a step (batch_size {batch}), "
         f"{per_second:.4g} a second",
-        f"  tasks     {meter.started} started, {meter.used} used, {wasted} wasted "
+        f"  tasks     {meter.started} started, {meter.used} used, {meter.wasted} wasted "
         f"({meter.cancelled} cancelled, {meter.discarded} discarded, {meter.lost} lost of which "
         f"{meter.redone} done again)",
         f"  waiting   {meter.waiting:.0%} of the workers' time; mean delay {delay:.3g} versions",
     ]
+    if meter.message_bytes:
+        down, up = in_bytes(meter.down_bytes), in_bytes(meter.up_bytes)
+        lines.append(f"  messages  {down} down, {up} up")
+    cost = f"{_count(meter.busy_seconds)} busy worker-seconds of {_count(meter.worker_seconds)}"
+    if meter.priced:
+        idle = ", idle time included" if meter.prices.idle else ""
+        cost += f"; {in_dollars(meter.dollars)}{idle}"
+    lines.append(f"  cost      {cost}")
     return "\n".join(lines)
+
+
+def in_bytes(count: float) -> str:
+    """Return a number of bytes as people read it.
+
+    >>> in_bytes(512), in_bytes(1_234_567), in_bytes(999_999)
+    ('512 B', '1.23 MB', '1 MB')
+    """
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.3g} {units[0]}"
+
+
+def in_dollars(amount: float) -> str:
+    """Return an amount in cents, or below a dollar with two digits that say something.
+
+    >>> in_dollars(1234.567), in_dollars(0.999), in_dollars(0.01234), in_dollars(0)
+    ('$1234.57', '$1.00', '$0.012', '$0.00')
+    """
+    return f"${amount:.2f}" if amount >= 0.1 or not amount else f"${amount:.2g}"
+
+
+def _count(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 1000 else f"{seconds:.4g}"
 
 
 def throughput(meter: Meter) -> float:

@@ -14,6 +14,7 @@ from paceline.core.protocol import (
     Finished,
     Interrupted,
     Joined,
+    Prices,
     SetTimer,
     Start,
     Step,
@@ -61,6 +62,22 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert back == journal
     assert list(back) == ENTRIES
     assert back.header == header
+
+
+def test_sizes_and_prices_are_in_the_header(tmp_path: Path) -> None:
+    prices = Prices({"w0": 1.5, "w1": 0.1 + 0.2}, 0.09, idle=True)
+    header = Header("sync", 8, message_bytes=4096, prices=prices)
+    Journal(header, tmp_path / "run.jsonl").close()
+    assert Journal.load(tmp_path / "run.jsonl").header == header
+    assert Journal.load(tmp_path / "run.jsonl").header != Header("sync", 8, message_bytes=4096)
+
+
+def test_a_journal_from_before_there_were_prices_is_read(tmp_path: Path) -> None:
+    head = {"format": 1, "policy": "sync", "batch": 8, "about": None, "state": None}
+    (tmp_path / "old.jsonl").write_text(f"{json.dumps(head)}\n{dump_entry(ENTRIES[2])}\n")
+    loaded = Journal.load(tmp_path / "old.jsonl")
+    assert loaded.header == Header("sync", 8, message_bytes=0, prices=Prices())
+    assert list(loaded) == [ENTRIES[2]]
 
 
 def test_the_header_is_the_first_line(tmp_path: Path) -> None:

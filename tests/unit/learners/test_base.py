@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline as pl
+from paceline.core.protocol import Want
 from paceline.learners.base import Direction, Layout, Saved, Span, add_up, statistics
 
 LAYOUTS = st.builds(
@@ -214,6 +215,101 @@ def test_what_a_direction_remembers_is_its_own() -> None:
     other.load({"previous": kept})
     kept[:] = 9.0
     assert other.sums(np.array([1.0, 1.0]), frozenset({"dot"})) == {"dot": 3.0}
+
+
+def lagged(lag: int) -> frozenset[Want]:
+    return frozenset({"norm", ("dot", lag)})
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 7])
+def test_a_product_with_a_step_before_is_there_at_every_lag_th_step(lag: int) -> None:
+    given = np.random.default_rng(0).normal(size=(20, 4))
+    direction, found = Direction(), {}
+    for place, vector in enumerate(given):
+        sums = direction.sums(vector, lagged(lag))
+        assert sums["norm"] == pytest.approx(vector @ vector)
+        if "dot" in sums:
+            found[place] = sums["dot"]
+        direction = _saved_and_loaded(direction)
+    if lag == 1:
+        assert found.pop(0) == 0.0  # as "dot" has always had it
+    places = range(lag, 20, lag)
+    assert found == {place: pytest.approx(given[place] @ given[place - lag]) for place in places}
+
+
+def _saved_and_loaded(direction: Direction) -> Direction:
+    other = Direction()
+    other.load(direction.save())
+    return other
+
+
+def test_without_a_lag_the_same_is_saved_as_ever() -> None:
+    direction = Direction()
+    for _ in range(3):
+        direction.sums(np.ones(2), frozenset({"dot"}))
+        assert direction.save().keys() == {"previous"}
+    direction.sums(np.ones(2), lagged(3))
+    age = direction.save()["age"]
+    assert age.shape == () and age == 1
+
+
+def test_what_is_too_old_for_a_shorter_lag_is_not_multiplied() -> None:
+    direction = Direction()
+    for _ in range(4):
+        direction.sums(np.ones(2), lagged(5))
+    assert direction.sums(np.ones(2), lagged(2)) == {"norm": pytest.approx(2.0)}
+    assert "dot" not in direction.sums(np.ones(2), lagged(2))
+    assert direction.sums(np.ones(2), lagged(2))["dot"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wants", "message"),
+    [
+        ({"dot", ("dot", 3)}, r"products with the steps \[1, 3\] before .* use the same lag"),
+        ({("dot", 2), ("dot", 3)}, r"products with the steps \[2, 3\] before .* use the same lag"),
+        ({("dot", 0)}, r'\("dot", 0\) names no step before; .* lag >= 1'),
+    ],
+)
+def test_impossible_lags_are_refused(wants: set[Want], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Direction().sums(np.ones(2), frozenset(wants))
+
+
+def test_a_product_with_a_lag_is_a_statistic_where_it_is_there() -> None:
+    assert statistics({"norm": 9.0, "dot": -2.0}, lagged(3)) == {"norm": 3.0, "dot": -2.0}
+    assert statistics({"norm": 9.0}, lagged(3)) == {"norm": 3.0}
+    assert statistics({"norm": 9.0, "dot": 1.0}, frozenset({"norm", "loss"})) == {"norm": 3.0}
+
+
+@settings(deadline=None)
+@given(layouts_with_two_cuts(), st.integers(2, 4), st.integers(1, 6))
+def test_slices_multiply_at_the_steps_of_the_whole(
+    given: tuple[Layout, list[Span], list[Span]], lag: int, stretch: int
+) -> None:
+    """Cut twice on the way; slices may be empty, or lie in what is not trained."""
+    layout, *both = given
+    rng, whole, steps = np.random.default_rng(layout.size), Direction(), []
+
+    def state(direction: Direction, span: Span) -> Saved:
+        return Saved({"values": np.zeros(span[1] - span[0]), **direction.save()}, {})
+
+    spans, slices = [(0, layout.size)], [Direction()]
+    for then in [*both, [(0, layout.size)]]:
+        for _ in range(stretch):
+            vector = rng.normal(size=layout.trained)
+            expected = whole.sums(vector, lagged(lag))
+            sums = add_up(
+                each.sums(vector[begin:end], lagged(lag))
+                for each, (begin, end) in zip(slices, spans, strict=True)
+            )
+            assert sums == pytest.approx(expected)  # and so the same names
+            steps.append("dot" in sums)
+        parts = [(span, state(each, span)) for each, span in zip(slices, spans, strict=True)]
+        spans, slices = then, [Direction() for _ in then]
+        for each, span in zip(slices, spans, strict=True):
+            each.load(layout.cut(parts, span).arrays)
+    assert [place for place, there in enumerate(steps) if there] == [*range(lag, len(steps), lag)]
+    assert slices[0].save().keys() == whole.save().keys()
 
 
 # --- the server of arrays, in slices -------------------------------------------------------------

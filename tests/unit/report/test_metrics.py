@@ -229,6 +229,7 @@ def test_a_summary_says_it_all() -> None:
         "  tasks     7 started, 3 used, 3 wasted (1 cancelled, 1 discarded, 1 lost of which "
         "1 done again)",
         "  waiting   18% of the workers' time; mean delay 0 versions",
+        "  cost      14 busy worker-seconds of 17",
     ]
 
 
@@ -244,10 +245,14 @@ def test_a_summary_of_a_resumed_run_is_of_what_it_did_itself() -> None:
     trainer = pl.Trainer(pl.Quadratic(batch_size=4), pl.sync(), engine, progress=False)
     trainer.fit(steps=10)
     run = trainer.fit(steps=15)
-    first, samples, tasks, _ = run.summary().splitlines()
+    first, samples, tasks, _, messages, cost = run.summary().splitlines()
     assert first.startswith("5 steps in 5 s, ")
     assert samples == "  samples   20 used, 4 a step (batch_size 4), 4 a second"
     assert tasks.startswith("  tasks     10 started, 10 used, 0 wasted ")
+    size = run.meter.message_bytes
+    assert size > 0
+    assert messages == f"  messages  {10 * size} B down, {10 * size} B up"
+    assert cost == "  cost      10 busy worker-seconds of 10"
     assert (run.steps, run.seconds) == (15, 15.0)  # these count from the very start
 
 
@@ -256,4 +261,4 @@ def test_the_mean_delay_is_over_the_steps() -> None:
         Entry(0.0, Joined("w0"), tuple(Start(task(i, "w0", 4 * i)) for i in range(3))),
         *(Entry(1.0 + i, Finished(i, 4), (Step({i: 1.0}),)) for i in range(3)),
     ]
-    assert summary(observed(entries), "", 4).endswith("mean delay 1 versions")
+    assert summary(observed(entries), "", 4).splitlines()[3].endswith("mean delay 1 versions")

@@ -1,0 +1,175 @@
+"""What is known of each worker's pace: sums over its response times, whole ones and cut short.
+
+A task that was given up after c seconds tells that it would have taken longer. Such a time is
+right-censored: it adds its seconds and no end. For exponential times, sum of seconds / number of
+ends is then the likeliest mean; to leave such times out, or to take them for whole ones, makes
+the slow look fast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from math import exp, inf, log
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.protocol import WorkerId
+
+Floats: TypeAlias = NDArray[np.float64]
+
+_LARGEST = 1e100  # of the weight of a new observation, before all are scaled down
+
+
+@dataclass(frozen=True)
+class Times:
+    """Sums over the observations of some workers, each weighing 1 if nothing is forgotten."""
+
+    seconds: Floats  # to the power of the shape, of whole times and of those cut short
+    squares: Floats  # of whole times
+    ended: Floats  # number of whole times
+    cut: Floats  # number of times cut short
+
+    def of(self, chosen: NDArray[np.bool_]) -> Times:
+        """Return the sums of those who are chosen from these."""
+        return Times(*(sums[chosen] for sums in (self.seconds, self.squares, self.ended, self.cut)))
+
+    @property
+    def count(self) -> Floats:
+        """Return the number of ends; who never ended is taken to end at this moment."""
+        return np.where(self.ended > 0, self.ended, np.minimum(self.cut, 1.0))
+
+
+class Arms:
+    """The sums of all workers, in rows that are never given to another.
+
+    shape: times are summed to this power, as Weibull times of that shape demand.
+    discount: what an observation's weight is multiplied by in each round.
+    window: rounds after which an observation is forgotten.
+    """
+
+    def __init__(self, seed: int, shape: float, discount: float, window: int | None) -> None:
+        self.names: list[WorkerId] = []
+        self.rows: dict[WorkerId, int] = {}
+        self._shape, self._window = shape, window
+        self._rate = -log(discount)
+        self._sums = np.zeros((4, 16))  # seconds, squares, ended, cut; weighed as of `_base`
+        self._base = 0  # the round in which a new observation weighs 1
+        self._round = 0
+        self._recent: deque[tuple[int, int, int, tuple[float, ...]]] = deque()
+        self._lives: list[int] = []  # how often each worker has left
+        self._fresh: list[int] = []  # rows of those who were never given a task, in random order
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def admit(self, workers: Iterable[WorkerId]) -> None:
+        """Make rows for workers that have none."""
+        for worker in workers:
+            if worker in self.rows:
+                continue
+            row = self.rows[worker] = len(self.names)
+            self.names.append(worker)
+            self._lives.append(0)
+            self._fresh.append(row)
+            other = int(self._random.integers(len(self._fresh)))
+            self._fresh[-1], self._fresh[other] = self._fresh[other], self._fresh[-1]
+        if len(self.names) > self._sums.shape[1]:
+            wider = np.zeros((4, 2 * len(self.names)))
+            wider[:, : self._sums.shape[1]] = self._sums
+            self._sums = wider
+
+    def take_fresh(self, candidates: Collection[WorkerId], count: int) -> list[int]:
+        """Return up to `count` candidates that were never given a task, and count them as given."""
+        taken: list[int] = []
+        aside: list[int] = []
+        while self._fresh and len(taken) < count:
+            row = self._fresh.pop()
+            if self._sums[2:, row].any():
+                continue  # it was given one without being chosen
+            (taken if self.names[row] in candidates else aside).append(row)
+        self._fresh.extend(reversed(aside))
+        return taken
+
+    def begin(self, round: int) -> None:
+        """Let time pass: older observations lose weight."""
+        self._round = round
+        if self._window is not None:
+            while self._recent and self._recent[0][0] <= round - self._window:
+                _, row, life, amounts = self._recent.popleft()
+                if life == self._lives[row]:
+                    self._sums[:, row] -= amounts
+                    if not self._sums[2:, row].any():
+                        self._sums[:, row] = 0.0  # no rounding is left behind
+        if self._weight() > _LARGEST:
+            self._sums /= self._weight()
+            self._base = round
+
+    def observe(self, worker: WorkerId, seconds: float, ended: bool) -> int:
+        """Add a response time, or one that was cut short; return the worker's row."""
+        self.admit([worker])
+        row = self.rows[worker]
+        self._add(row, (seconds**self._shape, seconds**2 if ended else 0.0, ended, not ended))
+        return row
+
+    def leave(self, worker: WorkerId) -> int | None:
+        """Keep but one observation of a worker that is gone: it may return as another machine."""
+        row = self.rows.get(worker)
+        if row is not None:
+            times = self.times(slice(row, row + 1))
+            observations = float(times.ended[0] + times.cut[0])
+            amounts = self._sums[:, row] / self._weight() / max(observations, 1.0)
+            self._lives[row] += 1
+            self._sums[:, row] = 0.0
+            if observations:
+                self._add(row, tuple(amounts.tolist()))
+        return row
+
+    def times(self, rows: slice | NDArray[np.intp]) -> Times:
+        """Return the sums of some workers as they weigh now."""
+        return Times(*(self._sums[:, rows] / self._weight()))
+
+    def horizon(self) -> float:
+        """Return the rounds that observations are remembered for, at most those there were."""
+        forgotten = inf if self._rate == 0 else 1 / (1 - exp(-self._rate))
+        return min(self._round + 1, forgotten, inf if self._window is None else self._window)
+
+    @property
+    def forgets(self) -> bool:
+        return self._rate > 0 or self._window is not None
+
+    def _weight(self) -> float:
+        return exp((self._round - self._base) * self._rate)
+
+    def _add(self, row: int, amounts: tuple[float, ...]) -> None:
+        weight = self._weight()
+        weighed = tuple(amount * weight for amount in amounts)
+        self._sums[:, row] += weighed
+        if self._window is not None:
+            self._recent.append((self._round, row, self._lives[row], weighed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "names": self.names,
+            "sums": self._sums[:, : len(self)].tolist(),
+            "base": self._base,
+            "round": self._round,
+            "recent": list(self._recent),
+            "lives": self._lives,
+            "fresh": self._fresh,
+            "random": self._random.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.names = state["names"]
+        self.rows = {name: row for row, name in enumerate(self.names)}
+        self._sums = np.zeros((4, max(len(self.names), 16)))
+        self._sums[:, : len(self.names)] = state["sums"]
+        self._base, self._round = state["base"], state["round"]
+        self._recent = deque(state["recent"])
+        self._lives, self._fresh = state["lives"], state["fresh"]
+        self._random.bit_generator.state = state["random"]

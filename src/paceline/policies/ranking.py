@@ -1,0 +1,127 @@
+"""The best of many workers, by figures of which only a few are brought up to date at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.protocol import WorkerId
+from paceline.policies.arms import Arms, Floats
+from paceline.policies.indices import Index
+
+Rows: TypeAlias = NDArray[np.intp]
+Cost: TypeAlias = Callable[[Rows, Floats], Floats]
+"""Turns the seconds expected of some workers into what they are ranked by."""
+
+REFRESH = 2048
+"""So many figures are brought up to date for one choice, besides those with news; with more
+workers than that the others wait for their turn. A choice among 100,000 then takes under 1 ms."""
+
+
+class Ranking:
+    """Ranks workers by an index of their times; who was never tried comes first."""
+
+    def __init__(self, index: Index, seed: int, discount: float, window: int | None) -> None:
+        self.arms = Arms(seed, index.shape, discount, window)
+        self._index, self._seed = index, seed
+        self._figures = np.full(16, np.inf)  # inf: never given a task
+        self._news: dict[int, None] = {}  # rows with observations since the last choice
+        self._next = 0  # the row whose turn it is
+        self._limit = -np.inf  # a guess of how far down the best reach
+
+    def observe(self, worker: WorkerId, seconds: float, ended: bool) -> None:
+        self._news[self.arms.observe(worker, seconds, ended)] = None
+
+    def leave(self, worker: WorkerId) -> None:
+        if (row := self.arms.leave(worker)) is not None:
+            self._news[row] = None
+
+    def best(
+        self, round: int, candidates: Collection[WorkerId], count: int, cost: Cost
+    ) -> dict[WorkerId, float]:
+        """Return the `count` best candidates with their figures, best first."""
+        arms = self.arms
+        rng = np.random.default_rng((self._seed, round))
+        self._refresh(round, cost, rng)
+        fresh = arms.take_fresh(candidates, count)
+        # Should they come to nothing, they are found among the others.
+        self._figures[fresh] = -np.inf
+        chosen = {arms.names[row]: -np.inf for row in fresh}
+        missing = count - len(fresh)
+        if missing > 0:
+            # Those who may not be chosen are at most so many.
+            others = len(arms) - len(candidates) + len(fresh)
+            if 8 * len(candidates) < len(arms):
+                rows = np.array([arms.rows[worker] for worker in candidates], dtype=np.intp)
+                rows = rows[_smallest(self._figures[rows], len(rows), rng)]
+            else:
+                rows = self._front(min(missing + others, len(arms)), rng)
+            for row in rows.tolist():
+                worker, figure = arms.names[row], float(self._figures[row])
+                if figure < np.inf and worker in candidates and worker not in chosen:
+                    chosen[worker] = figure
+                    missing -= 1
+                    if not missing:
+                        break
+        return chosen
+
+    def _refresh(self, round: int, cost: Cost, rng: np.random.Generator) -> None:
+        """Bring figures up to date: all, or those with news and the next of the rest."""
+        self.arms.begin(round)
+        size = len(self.arms)
+        if size > len(self._figures):
+            wider = np.full(2 * size, np.inf)
+            wider[: len(self._figures)] = self._figures
+            self._figures = wider
+        turn = np.arange(self._next, min(self._next + REFRESH, size), dtype=np.intp)
+        self._next = 0 if self._next + REFRESH >= size else self._next + REFRESH
+        if len(turn) < size:
+            turn = np.concatenate([turn, np.fromiter(self._news, np.intp)])
+        self._news.clear()
+        times = self.arms.times(turn)
+        seen = times.ended + times.cut > 0
+        forgotten = turn[~seen]
+        self._figures[forgotten[self._figures[forgotten] < np.inf]] = -np.inf  # to be tried anew
+        rows, times = turn[seen], times.of(seen)
+        prior = 0.0
+        if self.arms.forgets and len(rows):  # a common mean, for those who are forgotten
+            prior = float(self._index.means(times).min())
+        values = self._index.values(times, self.arms.horizon(), prior, rng)
+        self._figures[rows] = cost(rows, values)
+
+    def _front(self, count: int, rng: np.random.Generator) -> Rows:
+        """Return the rows of the `count` smallest figures, smallest first."""
+        figures = self._figures[: len(self.arms)]
+        rows = np.flatnonzero(figures <= self._limit)
+        if len(rows) > 4 * count + 1024:
+            equal = np.flatnonzero(figures == figures.min())  # a radius makes many figures 0
+            if len(equal) >= count:
+                return equal[rng.choice(len(equal), count, replace=False)]
+        if not count <= len(rows) <= 4 * count + 1024:
+            reach = min(2 * count + 256, len(figures) - 1)
+            self._limit = float(np.partition(figures, reach)[reach])
+            rows = np.flatnonzero(figures <= self._limit)
+        return rows[_smallest(figures[rows], count, rng)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "arms": self.arms.state_dict(),
+            "figures": self._figures[: len(self.arms)].tolist(),
+            "news": list(self._news),
+            "next": self._next,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.arms.load_state_dict(state["arms"])
+        self._figures = np.array([*state["figures"], np.inf])
+        self._news = dict.fromkeys(state["news"])
+        self._next, self._limit = state["next"], -np.inf
+
+
+def _smallest(figures: Floats, count: int, rng: np.random.Generator) -> Rows:
+    """Return where the `count` smallest are, smallest first; equal ones in random order."""
+    shuffled = rng.permutation(len(figures))
+    return shuffled[np.argsort(figures[shuffled], kind="stable")[:count]]
