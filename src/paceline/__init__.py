@@ -22,7 +22,7 @@ from paceline.delays.models import (
     Trace,
 )
 from paceline.engines.simulator import Link, Simulator
-from paceline.learners.arrays import Logistic, Quadratic, Timing
+from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
 from paceline.policies.choosers import (
     GrowOnNoise,
     GrowWhenStationary,
@@ -93,6 +93,7 @@ __all__ = [
     "Index",
     "Joined",
     "Journal",
+    "LeastSquares",
     "Left",
     "Link",
     "LogNormal",

@@ -46,6 +46,7 @@ class Run:
     journal: Journal
     policy: Policy  # as it was driven, so that replay(run.policy, run.journal) == run.journal
     reason: str
+    learned: Policy  # yours as it is now, with all that it has learned
 
     @property
     def steps(self) -> int:
@@ -99,7 +100,7 @@ class Trainer:
             )
         _check(policy, learner, engine.size)
         self._prices = prices or Prices()
-        _check_prices(self._prices, engine.size)
+        _check_prices(self._prices, policy, learner, engine.size)
         self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
         self._checkpoints, self._journal_path = checkpoints, journal
         self._server = learner.server()
@@ -156,7 +157,8 @@ class Trainer:
             if self._checkpoints is not None and self._is_sound(meter):
                 self._save(self._checkpoints, self._snapshot)
         model = self._server.model()
-        return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason)
+        learned = _innermost(coordinator.policy)
+        return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason, learned)
 
     def resume(self, path: Path | str, *, missing_ok: bool = False) -> Trainer:
         """Continue from a checkpoint, or from the newest one in a folder of them.
@@ -208,7 +210,7 @@ class Trainer:
             assert isinstance(coordinator.policy, Until)
             assert isinstance(coordinator.policy.inner, MinWorkers)
             load_state(coordinator.policy.inner.inner, snapshot.coordinator["policy"])
-            load_state(coordinator.ledger, snapshot.coordinator["ledger"])
+            coordinator.ledger.restore(snapshot.coordinator["ledger"])
             coordinator.ledger.stopped = None
             if snapshot.engine is None:
                 coordinator.ledger.abandon()
@@ -328,8 +330,17 @@ def _check(policy: Policy, learner: Learner, workers: int) -> None:
         _check(inner, learner, workers)
 
 
-def _check_prices(prices: Prices, workers: int) -> None:
-    """Refuse prices that some worker has none of."""
+def _innermost(policy: Policy) -> Policy:
+    """Return what wrappers are around."""
+    while inner := getattr(policy, "inner", None):
+        policy = inner
+    return policy
+
+
+def _check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:
+    """Refuse prices that some worker has none of, and policies that need others."""
+    if check := getattr(getattr(_innermost(policy), "select", None), "check_prices", None):
+        check(prices, learner.message_bytes)
     for name in ("per_hour", "per_gigabyte"):
         given = getattr(prices, name)
         if not isinstance(given, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -42,6 +43,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "rennala": lambda: pl.rennala(6),
     "ringmaster": lambda: pl.ringmaster(3),
     "ringmaster without stops": lambda: pl.ringmaster(3, stops=False),
+    "bandit": lambda: pl.bandit(2),
+    "bandit, hedged": lambda: pl.bandit(2, hedge=1, index=pl.Thompson(), discount=0.9),
+    "ata": lambda: pl.ata(6),
+    "growing k": lambda: pl.bandit(pl.GrowOnNoise(1, 3, noise=0.3, memory=3, lag=2), samples=32),
 }
 MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster without stops": 2}
 
@@ -220,17 +225,26 @@ def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) ->
     assert [e.event.task for e in entries if isinstance(e.event, Finished)] == [0, 1, 2, 3, 4]
 
 
+@dataclass
+class Curious:
+    """Asks for statistics, and does nothing with them."""
+
+    wants: frozenset[Want]
+    inner: pl.Gather = field(default_factory=pl.sync)
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        yield from self.inner.react(view, event)
+
+
+def test_a_product_may_be_with_an_earlier_step(engine: TrainingEngine) -> None:
+    run = fit(engine, Curious(frozenset({("dot", 3)})), steps=11)
+    stepped = [entry.event for entry in run.journal if isinstance(entry.event, Stepped)]
+    assert len(stepped) >= 10
+    assert [event.version for event in stepped if "dot" in event.stats] == [4, 7, 10]
+
+
 def test_wanted_statistics_are_attached(engine: TrainingEngine) -> None:
-    class Curious:
-        wants: frozenset[Want] = frozenset({"norm", "dot", "loss"})
-
-        def __init__(self) -> None:
-            self.inner = pl.sync()
-
-        def react(self, view: View, event: Event) -> Iterator[Command]:
-            yield from self.inner.react(view, event)
-
-    run = fit(engine, Curious(), steps=4)
+    run = fit(engine, Curious(frozenset({"norm", "dot", "loss"})), steps=4)
     stats = [entry.event.stats for entry in run.journal if isinstance(entry.event, Stepped)]
     assert all(set(stat) == {"norm", "dot", "loss"} for stat in stats)
     assert stats[0]["dot"] == 0.0 and stats[1]["dot"] != 0.0

@@ -58,6 +58,9 @@ MAX_DELAY = {
 }
 
 
+EXACT = ("bandit(2)", "hedged", "ata(5)", "ata, discounted")  # each step uses the batch
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=legal_histories())
@@ -68,6 +71,9 @@ def test_any_history(name: str, history: History) -> None:
     assert [parse_entry(dump_entry(entry)) for entry in journal] == list(journal)
     check_every_result_is_used_once(journal)
     assert all(delay <= MAX_DELAY.get(name, inf) for delay in delays(journal))
+    if name in EXACT:
+        for _, step, tasks in steps_and_tasks(journal):
+            assert sum(tasks[id].samples for id in step.weights) == 8
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -44,6 +44,10 @@ POLICIES: dict[str, Policy] = {
     "ringmaster without stops": pl.ringmaster(2, stops=False),
     "local_sgd": pl.local_sgd(2),
     "deadline": pl.deadline(1.0),
+    "bandit": pl.bandit(2, hedge=1, window=4, index=pl.KL(shape=4.0)),
+    "thompson": pl.bandit(2, index=pl.Thompson(), discount=0.8),
+    "ata": pl.ata(2, index=pl.LCB(scale=2.0)),
+    "growing": pl.k_sync(pl.GrowOnNoise(1, 4, memory=3, lag=2), samples=8),
 }
 RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(50, 4)), RNG.choice([-1.0, 1.0], 50)

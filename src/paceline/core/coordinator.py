@@ -60,7 +60,7 @@ class Coordinator:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`, under a policy of the same making."""
         load_state(self.policy, state["policy"])
-        load_state(self.ledger, state["ledger"])
+        self.ledger.restore(state["ledger"])
 
     def __str__(self) -> str:
         on = self.ledger

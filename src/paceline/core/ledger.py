@@ -9,9 +9,10 @@ plain dict scans the gaps its removals leave.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf, isfinite
+from typing import Any
 
 from paceline.core.protocol import (
     Assign,
@@ -37,6 +38,7 @@ from paceline.core.protocol import (
     TimerFired,
     WorkerId,
 )
+from paceline.core.state import load_state
 
 MAX_ATTEMPTS = 3
 """A task that took this many workers with it is dropped: the fault may be in its samples."""
@@ -92,11 +94,11 @@ class Ledger:
             raise ValueError(f"time went backwards: {event} at {now}, after {self.now}")
         self.now = now
         match event:
-            case Finished(id, samples, seconds, stats):
+            case Finished(id, samples, seconds, stats, waited):
                 if id not in self.running:  # cancelled, or its worker is gone
                     return False
                 task = self._end(id)
-                self.held[id] = Result(task, now, samples, seconds, stats)
+                self.held[id] = Result(task, max(now - waited, task.since), samples, seconds, stats)
                 self.gathered += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
                 self._refresh(task.worker)
@@ -157,6 +159,12 @@ class Ledger:
                 raise self._error(command, "policies assign; the ledger starts")
         return command
 
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Take over saved books; what is counted is counted anew, since older ones lack it."""
+        load_state(self, data)
+        self.gathered = sum(result.task.work.shares for result in self.held.values())
+        self._shares = sum(self._by_version.values())
+
     def abandon(self) -> None:
         """Count everyone as gone and all unused work as lost, as after a restart."""
         unused = [*(result.task for result in self.held.values()), *self.running.values()]
@@ -177,7 +185,8 @@ class Ledger:
             before = self.lost.pop(command.redo, None)
             if before is None:
                 raise self._error(command, "no such task is lost")
-            task = Task(id, worker, before.work, version, self.now, before.samples, before.draw,
+            again = replace(before.work, shares=work.shares)
+            task = Task(id, worker, again, version, self.now, before.samples, before.draw,
                         before.attempt + 1)  # fmt: skip
         else:
             samples = self.batch if work.samples is None else work.samples

@@ -54,7 +54,7 @@ class Result:
     """A finished task. Its tensor stays with the engine, under the task's id."""
 
     task: Task
-    at: float
+    at: float  # when it arrived, which may be before anybody looked
     samples: int
     seconds: float
     stats: Stats
@@ -124,6 +124,7 @@ class Finished:
     samples: int
     seconds: float = 0.0
     stats: Stats = field(default_factory=dict)
+    waited: float = 0.0  # seconds since it arrived: the engine was busy with something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,8 @@ Event: TypeAlias = Joined | Left | Finished | Stepped | Received | TimerFired | 
 class Assign:
     """Give a worker something to compute at the current version.
 
-    With `redo`, it is the work of a task that was lost with its worker, on the same samples.
+    With `redo`, it is the work of a task that was lost with its worker, on the same samples, as
+    `work.shares` shares of this step.
     """
 
     worker: WorkerId

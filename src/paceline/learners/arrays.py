@@ -78,7 +78,7 @@ def _zeros(size: int, lr: float) -> ArrayServer:
 class ArrayReplica:
     """Gradients of a problem; with several local steps, the change they make over `lr`."""
 
-    def __init__(self, problem: Quadratic | Logistic, seed: int) -> None:
+    def __init__(self, problem: Quadratic | Linear, seed: int) -> None:
         self._problem, self._seed = problem, seed
         size = problem.examples
         self._stream = None if size is None else Stream(size, seed)
@@ -146,8 +146,41 @@ class Quadratic:
         return {"learner": "Quadratic", "batch_size": self.batch_size}
 
 
+class Linear:
+    """What problems on rows of data have in common, whose model is a vector x, at first 0."""
+
+    features: Vector
+    lr: float
+    batch_size: int
+
+    @property
+    def examples(self) -> int:
+        return len(self.features)
+
+    @property
+    def message_bytes(self) -> int:
+        return 8 * int(self.features.shape[1])
+
+    def gradient(self, x: Vector, chosen: NDArray[np.int64]) -> tuple[float, Vector]:
+        """Return the loss at x and its gradient over the chosen samples."""
+        raise NotImplementedError
+
+    def replica(self, seed: int) -> ArrayReplica:
+        return ArrayReplica(self, seed)
+
+    def server(self) -> ArrayServer:
+        return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
+
+    def check(self, work: Work) -> None:
+        _no_parts(work)
+
+    def about(self) -> dict[str, Any]:
+        name = type(self).__name__
+        return {"learner": name, "batch_size": self.batch_size, "examples": self.examples}
+
+
 @dataclass(frozen=True, eq=False)
-class Logistic:
+class Logistic(Linear):
     """Logistic regression with labels -1 and 1: mean of log(1 + exp(-y a.x)) + l2/2 |x|^2."""
 
     features: Vector
@@ -160,33 +193,34 @@ class Logistic:
         if set(np.unique(self.labels)) - {-1.0, 1.0}:
             raise ValueError("labels must be -1 or 1; for 0 and 1 use 2 * labels - 1")
 
-    @property
-    def examples(self) -> int:
-        return len(self.labels)
-
-    @property
-    def message_bytes(self) -> int:
-        return 8 * int(self.features.shape[1])
-
     def gradient(self, x: Vector, chosen: NDArray[np.int64]) -> tuple[float, Vector]:
-        """Return the loss at x and its gradient over the chosen samples."""
         a, y = self.features[chosen], self.labels[chosen]
         margin = y * (a @ x)
         pull = -y / (1 + np.exp(margin))
         loss = float(np.mean(np.logaddexp(0, -margin)) + 0.5 * self.l2 * (x @ x))
         return loss, a.T @ pull / len(y) + self.l2 * x
 
-    def replica(self, seed: int) -> ArrayReplica:
-        return ArrayReplica(self, seed)
 
-    def server(self) -> ArrayServer:
-        return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
+@dataclass(frozen=True, eq=False)
+class LeastSquares(Linear):
+    """Linear regression: mean of 1/2 (a.x - y)^2."""
 
-    def check(self, work: Work) -> None:
-        _no_parts(work)
+    features: Vector
+    targets: Vector
+    lr: float = 0.1
+    batch_size: int = 32
 
-    def about(self) -> dict[str, Any]:
-        return {"learner": "Logistic", "batch_size": self.batch_size, "examples": self.examples}
+    def __post_init__(self) -> None:
+        if len(self.features) != len(self.targets):
+            raise ValueError(
+                f"{len(self.features)} rows of features and {len(self.targets)} targets; "
+                "give one target for each row"
+            )
+
+    def gradient(self, x: Vector, chosen: NDArray[np.int64]) -> tuple[float, Vector]:
+        a = self.features[chosen]
+        residual = a @ x - self.targets[chosen]
+        return float(0.5 * np.mean(residual**2)), a.T @ residual / len(chosen)
 
 
 def _no_parts(work: Work) -> None:

@@ -59,9 +59,11 @@ class Arms:
         self._sums = np.zeros((4, 16))  # seconds, squares, ended, cut; weighed as of `_base`
         self._base = 0  # the round in which a new observation weighs 1
         self._round = 0
-        self._recent: deque[tuple[int, int, int, tuple[float, ...]]] = deque()
-        self._lives: list[int] = []  # how often each worker has left
-        self._fresh: list[int] = []  # rows of those who were never given a task, in random order
+        # With a window: a row's observations and their rounds, and who has which to be forgotten.
+        self._recent: dict[int, deque[tuple[int, tuple[float, ...]]]] = {}
+        self._old: deque[tuple[int, int]] = deque()
+        self._fresh: list[int] = []  # rows of those never given a task, in random order,
+        self._places: dict[int, int] = {}  # and where they are in it
         self._random = np.random.Generator(np.random.PCG64(seed))
 
     def __len__(self) -> int:
@@ -74,10 +76,7 @@ class Arms:
                 continue
             row = self.rows[worker] = len(self.names)
             self.names.append(worker)
-            self._lives.append(0)
-            self._fresh.append(row)
-            other = int(self._random.integers(len(self._fresh)))
-            self._fresh[-1], self._fresh[other] = self._fresh[other], self._fresh[-1]
+            self._add_fresh(row)
         if len(self.names) > self._sums.shape[1]:
             wider = np.zeros((4, 2 * len(self.names)))
             wider[:, : self._sums.shape[1]] = self._sums
@@ -88,23 +87,41 @@ class Arms:
         taken: list[int] = []
         aside: list[int] = []
         while self._fresh and len(taken) < count:
-            row = self._fresh.pop()
+            row = self._fresh[-1]
+            self._drop_fresh(row)
             if self._sums[2:, row].any():
                 continue  # it was given one without being chosen
             (taken if self.names[row] in candidates else aside).append(row)
-        self._fresh.extend(reversed(aside))
+        for row in reversed(aside):
+            self._places[row] = len(self._fresh)
+            self._fresh.append(row)
         return taken
+
+    def is_fresh(self, row: int) -> bool:
+        """Whether a worker waits for its first task."""
+        return row in self._places
+
+    def _add_fresh(self, row: int) -> None:
+        """Add a row at a random place."""
+        other = int(self._random.integers(len(self._fresh) + 1))
+        self._fresh.append(row)
+        moved = self._fresh[other]
+        self._fresh[-1], self._fresh[other] = moved, row
+        self._places[moved], self._places[row] = len(self._fresh) - 1, other
+
+    def _drop_fresh(self, row: int) -> None:
+        """Take a row out, and put the last into its place."""
+        if (place := self._places.pop(row, None)) is not None:
+            last = self._fresh.pop()
+            if last != row:
+                self._fresh[place], self._places[last] = last, place
 
     def begin(self, round: int) -> None:
         """Let time pass: older observations lose weight."""
         self._round = round
         if self._window is not None:
-            while self._recent and self._recent[0][0] <= round - self._window:
-                _, row, life, amounts = self._recent.popleft()
-                if life == self._lives[row]:
-                    self._sums[:, row] -= amounts
-                    if not self._sums[2:, row].any():
-                        self._sums[:, row] = 0.0  # no rounding is left behind
+            while self._old and self._old[0][0] <= round - self._window:
+                self._expire(self._old.popleft()[1], round - self._window)
         if self._weight() > _LARGEST:
             self._sums /= self._weight()
             self._base = round
@@ -116,18 +133,34 @@ class Arms:
         self._add(row, (seconds**self._shape, seconds**2 if ended else 0.0, ended, not ended))
         return row
 
+    def arrive(self, worker: WorkerId) -> int:
+        """Count a worker as there; return its row."""
+        self.admit([worker])
+        row = self.rows[worker]
+        if not self._sums[2:, row].any() and row not in self._places:
+            self._add_fresh(row)
+        return row
+
     def leave(self, worker: WorkerId) -> int | None:
         """Keep but one observation of a worker that is gone: it may return as another machine."""
         row = self.rows.get(worker)
         if row is not None:
+            self._drop_fresh(row)
             times = self.times(slice(row, row + 1))
             observations = float(times.ended[0] + times.cut[0])
             amounts = self._sums[:, row] / self._weight() / max(observations, 1.0)
-            self._lives[row] += 1
             self._sums[:, row] = 0.0
+            self._recent.pop(row, None)
             if observations:
                 self._add(row, tuple(amounts.tolist()))
         return row
+
+    def _expire(self, row: int, until: int) -> None:
+        """Forget a row's observations up to a round, by adding up the others anew."""
+        kept = self._recent.get(row, deque())
+        while kept and kept[0][0] <= until:
+            kept.popleft()
+        self._sums[:, row] = np.sum([amounts for _, amounts in kept], axis=0) if kept else 0.0
 
     def times(self, rows: slice | NDArray[np.intp]) -> Times:
         """Return the sums of some workers as they weigh now."""
@@ -147,10 +180,10 @@ class Arms:
 
     def _add(self, row: int, amounts: tuple[float, ...]) -> None:
         weight = self._weight()
-        weighed = tuple(amount * weight for amount in amounts)
-        self._sums[:, row] += weighed
-        if self._window is not None:
-            self._recent.append((self._round, row, self._lives[row], weighed))
+        self._sums[:, row] += [amount * weight for amount in amounts]
+        if self._window is not None:  # and then there is no weight
+            self._recent.setdefault(row, deque()).append((self._round, amounts))
+            self._old.append((self._round, row))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -158,8 +191,8 @@ class Arms:
             "sums": self._sums[:, : len(self)].tolist(),
             "base": self._base,
             "round": self._round,
-            "recent": list(self._recent),
-            "lives": self._lives,
+            "recent": {row: list(kept) for row, kept in self._recent.items()},
+            "old": list(self._old),
             "fresh": self._fresh,
             "random": self._random.bit_generator.state,
         }
@@ -170,6 +203,7 @@ class Arms:
         self._sums = np.zeros((4, max(len(self.names), 16)))
         self._sums[:, : len(self.names)] = state["sums"]
         self._base, self._round = state["base"], state["round"]
-        self._recent = deque(state["recent"])
-        self._lives, self._fresh = state["lives"], state["fresh"]
+        self._recent = {row: deque(kept) for row, kept in state["recent"].items()}
+        self._old, self._fresh = deque(state["old"]), state["fresh"]
+        self._places = {row: place for place, row in enumerate(self._fresh)}
         self._random.bit_generator.state = state["random"]

@@ -17,6 +17,7 @@ from paceline.core.protocol import (
     Finished,
     Result,
     Step,
+    Task,
     TaskId,
     View,
     Want,
@@ -79,7 +80,7 @@ class Gather:
     work: Work | MakeWork = Work()
     combine: Combine = mean
     _round: int = field(default=-1, init=False, repr=False)  # the version these belong to:
-    _quota: int = field(default=0, init=False, repr=False)  # results it needs
+    _quota: int = field(default=0, init=False, repr=False)  # shares it needs
     _given: int = field(default=0, init=False, repr=False)  # new shares handed out for it
 
     def __post_init__(self) -> None:
@@ -93,6 +94,9 @@ class Gather:
             raise ValueError(
                 f"hedge={self.hedge}: everyone has a task already; give select=Bandit() or hedge=0"
             )
+        parts = isinstance(self.work, Work) and self.work.parts is not None
+        if parts and isinstance(self.select, Allocate):
+            raise ValueError("parts of a batch are whole: Allocate cannot give shares of them")
         if self.hedge and isinstance(self.select, Allocate):
             raise ValueError(
                 f"hedge={self.hedge}: with shares of different size the batch would not stay what "
@@ -169,16 +173,18 @@ class Gather:
         if candidates:
             # Everyone gets a task, wanted or not; but without a fixed k, who joins in mid-round
             # waits for the next one.
-            all = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
+            spares = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
             chosen = self.select.choose(view, candidates, self._wanted(view))
             for worker, shares in chosen.items():
-                limit = inf if all else self._wanted(view)
+                limit = inf if spares else self._wanted(view)
                 if limit < 1:
                     break
                 yield self._assign(view, worker, int(min(shares, limit)))
         missing = self._wanted(view) - self.hedge
         if not self.refill and view.idle and missing > 0:
             for worker in list(islice(view.idle, missing)):
+                if self._wanted(view) - self.hedge < 1:
+                    break  # what was lost is more than one share
                 yield self._assign(view, worker)
 
     def _wanted(self, view: View) -> int:
@@ -188,7 +194,7 @@ class Gather:
 
     def _assign(self, view: View, worker: WorkerId, shares: int = 1) -> Assign:
         if view.lost:
-            return Assign(worker, redo=next(iter(view.lost)))
+            return self._redo(view, worker, next(iter(view.lost.values())))
         work = self.work if isinstance(self.work, Work) else self.work(view, worker)
         if work.samples is None and work.parts is None:
             share, rest = divmod(view.batch, self._quota)
@@ -198,3 +204,10 @@ class Gather:
             work = replace(work, samples=work.samples * shares)
         self._given += shares
         return Assign(worker, work if shares == work.shares else replace(work, shares=shares))
+
+    def _redo(self, view: View, worker: WorkerId, lost: Task) -> Assign:
+        """Hand a lost task out again; of a round with a smaller k, as more shares of this one."""
+        shares = lost.work.shares
+        if isinstance(self.work, Work) and self.work.samples is None and lost.work.parts is None:
+            shares = max(round(lost.samples * self._quota / view.batch), shares)
+        return Assign(worker, Work(shares=shares), redo=lost.id)

@@ -1,7 +1,7 @@
 """How little time a worker may take for all that is known: the figure that workers are ranked by.
 
 Who was seldom tried gets a low figure and is tried again (optimism), who was tried often one near
-its mean. g is the logarithm of the failure probability that is allowed for, T the number of ends.
+its mean. exp(-g) is the failure probability that is allowed for, T the number of ends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class KL(Means):
         g = log(rounds)
         if self.caution and g > 1:
             g += self.caution * log(g)
-        return _mean(times.seconds / times.count / inflation(g / times.count), self.shape)
+        # Who never ended in S seconds has a mean above S / g, the limit of this for no end at all.
+        count = np.maximum(times.ended, 1e-6)
+        return _mean(times.seconds / count / inflation(g / count), self.shape)
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,9 @@ class Greedy(Means):
 
     shape: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_positive(self, "shape")
+
     def values(self, times: Times, rounds: float, prior: float, rng: np.random.Generator) -> Floats:
         return _mean(times.seconds / times.count, self.shape)
 
@@ -196,3 +201,4 @@ def _check_positive(index: object, *names: str) -> None:
         value = getattr(index, name)
         if not (isfinite(value) and value > 0):
             raise ValueError(f"{type(index).__name__} got {name}={value!r}; use a number above 0")
+        object.__setattr__(index, name, float(value))  # a plain one, which can be saved

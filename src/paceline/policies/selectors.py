@@ -68,11 +68,16 @@ class Learned:
     discount: float = 1.0
     window: int | None = None
     seed: int = 0
-    wants: frozenset[Want] = frozenset()
     _ranking: Ranking = field(init=False, repr=False, compare=False)
-    _admitted: bool = field(default=False, init=False, repr=False)
+    _seen: float = field(default=0.0, init=False, repr=False)  # when the last result arrived
+
+    @property
+    def wants(self) -> frozenset[Want]:
+        return frozenset()
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}: use 0 or more")
         if not 0 < self.discount <= 1:
             raise ValueError(f"discount={self.discount}: use a number above 0, up to 1")
         if self.window is not None and (self.window < 1 or self.discount < 1):
@@ -86,15 +91,17 @@ class Learned:
         match news:
             case Finished(id):
                 result = view.held[id]
+                self._seen = result.at
                 if result.samples:
-                    seconds = (view.now - result.task.since) / result.samples
+                    seconds = (result.at - result.task.since) / result.samples
                     self._ranking.observe(result.task.worker, seconds, ended=True)
             case Cancel(id):
                 task = view.running[id]
-                seconds = (view.now - task.since) / (task.samples * task.work.steps)
+                running = max(self._seen - task.since, 0.0)
+                seconds = running / (task.samples * task.work.steps)
                 self._ranking.observe(task.worker, seconds, ended=False)
             case Joined(worker):
-                self._ranking.arms.admit([worker])
+                self._ranking.arrive(worker)
             case Left(worker):
                 self._ranking.leave(worker)
 
@@ -110,14 +117,10 @@ class Learned:
     def _best(
         self, view: View, candidates: Collection[WorkerId], count: int
     ) -> dict[WorkerId, float]:
-        if not self._admitted:  # some may have joined before this policy was asked anything
-            self._ranking.arms.admit(view.workers)
-            self._admitted = True
-
         def cost(rows: Rows, seconds: Floats) -> Floats:
             return self._cost(view, rows, seconds)
 
-        return self._ranking.best(view.version, candidates, count, cost)
+        return self._ranking.best(view.version, view.workers, candidates, count, cost)
 
     def _cost(self, view: View, rows: Rows, seconds: Floats) -> Floats:
         return seconds
@@ -141,6 +144,26 @@ class Bandit(Learned):
     minimize: Literal["time", "dollars"] = "time"
     _samples: float = field(default=0.0, init=False, repr=False)  # of a task, the last seen
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minimize not in ("time", "dollars"):
+            raise ValueError(f"minimize={self.minimize!r}: use 'time' or 'dollars'")
+
+    def check_prices(self, prices: Prices, message_bytes: int) -> None:
+        """Refuse to save money where no price tells how."""
+        if self.minimize == "time":
+            return
+        if prices.idle:
+            raise ValueError(
+                "minimize='dollars' with Prices(idle=True): who is paid while idle costs the same "
+                "chosen or not, so that the quickest are the cheapest; use minimize='time'"
+            )
+        per_byte = prices.per_gigabyte if message_bytes else 0.0
+        if not any(map(_is_a_price, (prices.per_hour, per_byte))):
+            raise ValueError(
+                "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…)) some"
+            )
+
     def choose(
         self, view: View, candidates: Collection[WorkerId], wanted: int
     ) -> Mapping[WorkerId, int]:
@@ -158,7 +181,6 @@ class Bandit(Learned):
         if self.minimize == "time":
             return seconds
         prices, names = view.prices, self._ranking.arms.names
-        _check_prices(prices)
         chosen = [names[row] for row in rows.tolist()]
         per_second = np.array([prices.second(worker) for worker in chosen])
         per_byte = np.array([prices.byte(worker) for worker in chosen])
@@ -218,13 +240,5 @@ def allocate(seconds: Sequence[float], shares: int) -> list[int]:
     return given
 
 
-def _check_prices(prices: Prices) -> None:
-    if prices == Prices():
-        raise ValueError(
-            "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…)) some"
-        )
-    if prices.idle:
-        raise ValueError(
-            "minimize='dollars' with Prices(idle=True): who is paid while idle costs the same "
-            "chosen or not, so that the quickest are the cheapest; use minimize='time'"
-        )
+def _is_a_price(prices: float | Mapping[WorkerId, float]) -> bool:
+    return any(prices.values()) if isinstance(prices, Mapping) else prices > 0

@@ -26,7 +26,6 @@ from paceline.core.protocol import (
     TaskId,
     WorkerId,
 )
-from paceline.core.state import load_state
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
@@ -238,7 +237,7 @@ def _is_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
 def _books(header: Header) -> Ledger:
     books = Ledger(header.batch)
     if header.state is not None:
-        load_state(books, header.state["ledger"])
+        books.restore(header.state["ledger"])
     return books
 
 

@@ -195,20 +195,39 @@ class SlowWorkers(Callback):
         self._engine, self._period = engine, period
         self._shares = {worker: _checked(share) for worker, share in shares.items()}
         self._slowed: dict[str, Throttle] = {}
+        self._begun = False  # a step of the run was taken
+
+    def change(self, shares: Mapping[str, float]) -> None:
+        """Slow by other shares from now on; who is not named runs freely again."""
+        self._shares = {worker: _checked(share) for worker, share in shares.items()}
+        for worker in [worker for worker in self._slowed if worker not in shares]:
+            self._slowed.pop(worker).__exit__(None, None, None)
+        if self._begun:
+            self._slow_down()
 
     def stepped(self, progress: Progress) -> None:
+        self._begun = True
+        self._slow_down()
+
+    def ended(self, reason: str) -> None:
+        self._begun = False
+        while self._slowed:
+            self._slowed.popitem()[1].__exit__(None, None, None)
+
+    def _slow_down(self) -> None:
+        """Give every worker that is up the share it is to have."""
         pids = self._engine.pids()
         for worker, share in self._shares.items():
             pid, throttle = pids.get(worker), self._slowed.get(worker)
-            if pid is None or (throttle is not None and throttle.pid == pid):
+            if pid is None:
+                continue
+            if throttle is not None and throttle.pid == pid:
+                if throttle.share != share:
+                    throttle.change(share)
                 continue
             if throttle is not None:
                 throttle.__exit__(None, None, None)
             self._slowed[worker] = Throttle(pid, share, self._period, seconds=3600).__enter__()
-
-    def ended(self, reason: str) -> None:
-        while self._slowed:
-            self._slowed.popitem()[1].__exit__(None, None, None)
 
 
 def _number(pipe: IO[bytes] | None) -> int:

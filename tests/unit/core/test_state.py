@@ -290,6 +290,21 @@ def test_the_books_come_back() -> None:
     assert same(vars(fresh), vars(ledger))
 
 
+def test_books_from_before_shares_were_counted_come_back_as_well() -> None:
+    ledger = Ledger(8)
+    for worker in ("w0", "w1", "w2"):
+        ledger.record(0.0, Joined(worker))
+        ledger.apply(Assign(worker))
+    ledger.record(1.0, Finished(0, 8))
+    old = save_state(ledger)
+    for name in ("gathered", "_shares", "message_bytes", "prices"):
+        del old["fields"][name]
+    fresh = Ledger(8)
+    fresh.restore(old)
+    assert same(vars(fresh), vars(ledger))
+    assert (fresh.gathered, fresh.outstanding(inf)) == (1, 2)
+
+
 # --- descriptions --------------------------------------------------------------------------------
 
 

@@ -218,3 +218,26 @@ def test_logistic_regression_learns() -> None:
     run = trainer.fit(steps=300)
     _, gradient = learner.gradient(run.model, np.arange(30))
     assert np.linalg.norm(gradient) < 1e-9
+
+
+def test_least_squares_has_the_gradient_of_its_loss() -> None:
+    rng = np.random.default_rng(2)
+    learner = pl.LeastSquares(rng.standard_normal((9, 3)), rng.standard_normal(9))
+    chosen, x = np.array([0, 4, 4, 7]), rng.standard_normal(3)
+    _, gradient = learner.gradient(x, chosen)
+    for i in range(3):
+        step = 1e-6 * np.eye(3)[i]
+        slope = (
+            learner.gradient(x + step, chosen)[0] - learner.gradient(x - step, chosen)[0]
+        ) / 2e-6
+        assert gradient[i] == pytest.approx(slope, rel=1e-6)
+
+
+def test_least_squares_finds_the_solution() -> None:
+    rng = np.random.default_rng(2)
+    features, solution = rng.standard_normal((64, 4)), np.array([1.0, -2.0, 3.0, 0.5])
+    learner = pl.LeastSquares(features, features @ solution, lr=0.3, batch_size=64)
+    run = pl.Trainer(learner, pl.sync(), pl.Simulator(4), progress=False).fit(steps=200)
+    assert run.model == pytest.approx(solution, abs=1e-6)
+    with pytest.raises(ValueError, match="3 rows of features and 2 targets; give one target"):
+        pl.LeastSquares(np.zeros((3, 1)), np.zeros(2))

@@ -168,3 +168,27 @@ def test_saved_and_loaded_it_goes_on_the_same(more: dict[str, float]) -> None:
 def test_the_sums_of_some() -> None:
     times = Times(*np.arange(8.0).reshape(4, 2))
     assert times.of(np.array([False, True])).seconds.tolist() == [1.0]
+
+
+def test_a_window_forgets_an_outlier_wholly() -> None:
+    """A time 200 times the usual, to the eighth power, leaves no trace once it is forgotten."""
+    book, exact = arms(shape=8.0, window=20), arms(shape=8.0)
+    rng = np.random.default_rng(0)
+    for round in range(60):
+        book.begin(round)
+        seconds = 200.0 if round == 10 else float(rng.uniform(0.9, 1.1))
+        book.observe("w0", seconds, ended=True)
+        if round >= 40:
+            exact.observe("w0", seconds, ended=True)
+    assert of(book, "w0") == pytest.approx(of(exact, "w0"), rel=1e-12)
+
+
+def test_who_left_untried_is_not_looked_at_until_it_returns() -> None:
+    book = arms()
+    names = [f"w{i}" for i in range(20)]
+    book.admit(names)
+    for worker in names[5:]:
+        book.leave(worker)
+    assert len(book._fresh) == 5
+    book.arrive("w9")
+    assert {book.names[row] for row in book.take_fresh(names, 20)} == {*names[:5], "w9"}

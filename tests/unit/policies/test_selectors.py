@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 import paceline as pl
 from paceline.core.coordinator import Coordinator, run
 from paceline.core.journal import Entry, Journal
-from paceline.core.protocol import MAIN, Cancel, Joined, Left, Policy, Start, Step, Task
+from paceline.core.protocol import (
+    MAIN,
+    Cancel,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Policy,
+    Start,
+    Step,
+    Task,
+)
 from paceline.delays.orders import slowest
 from paceline.engines.base import Job
 from paceline.policies.selectors import allocate
@@ -136,6 +147,47 @@ def test_a_result_counts_per_sample() -> None:
     entries = transcript(policy, [*script, (4.0, Done(other)), (6.0, Done(task.worker))], batch=8)
     selector = policy_of(entries, policy)
     assert selector.seconds() == pytest.approx({task.worker: (2 / 8 + 4 / 4) / 2, other: 2 / 4})
+
+
+def test_what_was_lost_of_several_shares_is_redone_once() -> None:
+    """The two who have delivered wait; one takes over four shares, and nobody adds a fifth."""
+    policy = pl.MinWorkers(3, pl.Gather(6, select=pl.Allocate(pl.Greedy())))
+    times = {"w0": 1.0, "w1": 4.0, "w2": 4.0}
+    script: list[tuple[float, Event | Done]] = [*joined("w0", "w1", "w2")]
+    script += [(seconds, Done(worker)) for worker, seconds in times.items()]
+    second = started(transcript(policy, script, batch=6))[3:]
+    assert {task.worker: task.work.shares for task in second} == {"w0": 4, "w1": 1, "w2": 1}
+    script += [(5.0, Done("w1")), (5.0, Done("w2")), (6.0, Left("w0"))]
+    entries = transcript(policy, script, batch=6)
+    (again,) = (c.task for c in entries[-1].commands if isinstance(c, Start))
+    assert (again.work.shares, again.samples, again.attempt) == (4, 4, 2)
+
+
+def test_what_was_lost_with_a_smaller_k_counts_for_what_it_is() -> None:
+    """A whole batch, lost when k was 1, is all four shares of the next step, and not one more."""
+    policy = pl.k_sync(pl.Schedule({0: 1, 1: 4}))
+    script = [
+        *joined("w0", "w1", "w2", "w3"),
+        (1.0, Left("w0")),
+        (2.0, Done("w1")),
+        (3.0, Done("w1")),
+    ]
+    entries = transcript(policy, script, batch=64)
+    steps = [c for entry in entries for c in entry.commands if isinstance(c, Step)]
+    samples = {task.id: task.samples for task in started(entries)}
+    assert [sum(samples[id] for id in step.weights) for step in steps] == [64, 64]
+
+
+def test_a_result_counts_from_when_it_arrived() -> None:
+    """While the driver evaluates a model results wait, for which no worker is to blame."""
+    coordinator = Coordinator(pl.MinWorkers(3, pl.bandit(1, hedge=1)), 4)
+    for worker in ("w0", "w1", "w2"):
+        entry = coordinator.handle(0.0, Joined(worker))
+    first, second = (c.task for c in entry.commands if isinstance(c, Start))
+    coordinator.handle(60.0, Finished(first.id, 4, waited=58.0))
+    assert isinstance(coordinator.policy, pl.MinWorkers)
+    select = coordinator.policy.inner.select  # type: ignore[attr-defined]
+    assert select.seconds() == {first.worker: 0.5, second.worker: 0.5}  # the other was cut then
 
 
 # --- allocation ----------------------------------------------------------------------------------
@@ -315,12 +367,22 @@ def start(policy: Policy, **more: pl.Prices) -> Callable[[], object]:
         (lambda: start(pl.bandit(5)), "k=5 exceeds the 4 workers"),
         (lambda: start(pl.bandit(pl.Schedule({0: 1, 9: 5}))), "k=5 exceeds the 4 workers"),
         (lambda: start(pl.ata(9)), "batch_size=8 cannot be shared among k=9"),
-        (lambda: start(pl.bandit(1, minimize="dollars"))(), "needs prices"),
+        (lambda: start(pl.bandit(1, minimize="dollars")), "needs prices"),
         (
             lambda: start(
                 pl.bandit(1, minimize="dollars"), prices=pl.Prices(per_hour=1.0, idle=True)
-            )(),
+            ),
             "the quickest are the cheapest",
+        ),
+        (
+            lambda: start(pl.bandit(1, minimize="dollars"), prices=pl.Prices(per_gigabyte=1.0)),
+            "needs prices",  # nothing is sent
+        ),
+        (lambda: pl.bandit(1, minimize="money"), "minimize='money': use 'time' or 'dollars'"),  # type: ignore[arg-type]
+        (lambda: pl.bandit(1, seed=-1), "seed=-1: use 0 or more"),
+        (
+            lambda: pl.Gather(2, select=pl.Allocate(), work=pl.Work(parts={0: 1.0})),
+            "Allocate cannot give shares of them",
         ),
     ],
 )

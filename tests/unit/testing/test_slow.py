@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 
 import pytest
 
-from paceline.testing.slow import Throttle
+from paceline.callbacks import Progress
+from paceline.testing.slow import SlowWorkers, Throttle
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="stops processes through Linux pidfds and reads /proc"
@@ -253,3 +255,98 @@ def test_it_is_entered_once_and_changed_only_inside() -> None:
             throttle.__enter__()
         with throttle:
             throttle.change(0.9)
+
+
+class Processes:
+    """Real processes under the names of workers."""
+
+    def __init__(self, **processes: subprocess.Popen[bytes]) -> None:
+        self.processes = processes
+
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self.processes.items()}
+
+
+def after(step: int) -> Progress:
+    return Progress(
+        *(step, 0.0, nan, 0, nan, 0.0, 0.0, 2), _model=lambda: None, _stop=lambda reason: None
+    )
+
+
+def throttles() -> int:
+    """Count this process's children that throttle."""
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(os.getpid())]
+    return sum(b"SIGSTOP" in command for command in commands)
+
+
+def test_workers_are_slow_from_the_first_step_to_the_end() -> None:
+    with process() as one, process() as two:
+        slow = SlowWorkers(Processes(w0=one, w1=two), {"w0": 0.0, "w9": 0.0})
+        slow.started()
+        assert not stopped(one.pid)
+        slow.stepped(after(1))
+        assert within(2, lambda: stopped(one.pid))
+        slow.stepped(after(2))
+        assert stopped(one.pid) and not stopped(two.pid) and throttles() == 1
+        slow.ended("done")
+        assert within(2, lambda: not stopped(one.pid))
+        assert throttles() == 0
+
+
+def test_a_worker_that_is_started_again_is_as_slow() -> None:
+    with process() as one, process() as successor:
+        processes = Processes(w0=one)
+        slow = SlowWorkers(processes, {"w0": 0.0})
+        slow.stepped(after(1))
+        one.kill()
+        processes.processes = {}  # not up yet
+        slow.stepped(after(2))
+        processes.processes = {"w0": successor}
+        slow.stepped(after(3))
+        assert within(2, lambda: stopped(successor.pid))
+        slow.ended("done")
+        assert within(2, lambda: not stopped(successor.pid))
+
+
+def test_other_workers_can_become_slow_in_mid_run() -> None:
+    with process() as one, process() as two, process() as three:
+        slow = SlowWorkers(Processes(w0=one, w1=two, w2=three), {"w0": 0.0, "w1": 0.0}, period=0.05)
+        slow.stepped(after(1))
+        assert within(2, lambda: stopped(one.pid) and stopped(two.pid))
+        slow.change({"w1": 0.1, "w2": 0.0})  # one is freed, one has another share, one is new
+        assert within(2, lambda: stopped(three.pid) and not stopped(one.pid))
+        assert_share(0.1, two.pid, one.pid, 0.6)
+        slow.stepped(after(2))
+        assert stopped(three.pid) and throttles() == 2
+        slow.change({})
+        assert within(2, lambda: not stopped(two.pid) and not stopped(three.pid))
+        assert throttles() == 0
+        slow.stepped(after(3))
+        assert throttles() == 0
+        slow.ended("done")
+
+
+def test_shares_changed_between_runs_hold_from_the_next_first_step_on() -> None:
+    with process() as one, process() as two:
+        slow = SlowWorkers(Processes(w0=one, w1=two), {"w0": 0.0})
+        slow.change({"w1": 0.0})
+        assert throttles() == 0
+        slow.stepped(after(1))
+        assert within(2, lambda: stopped(two.pid)) and not stopped(one.pid)
+        slow.ended("done")
+        slow.change({"w0": 0.0})
+        assert throttles() == 0 and not stopped(one.pid)
+        slow.stepped(after(1))
+        assert within(2, lambda: stopped(one.pid))
+        slow.ended("done")
+        assert within(2, lambda: not stopped(one.pid) and not stopped(two.pid))
+
+
+def test_a_bad_share_changes_nothing() -> None:
+    with process() as one:
+        slow = SlowWorkers(Processes(w0=one), {"w0": 0.0})
+        slow.stepped(after(1))
+        with pytest.raises(ValueError, match=r"share=2 is not within 0 and 1"):
+            slow.change({"w0": 2})
+        assert within(2, lambda: stopped(one.pid))
+        slow.ended("done")

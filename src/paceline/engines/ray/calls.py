@@ -34,6 +34,7 @@ class Calls:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # By patience: in order of submission the first is then the first to be overdue.
         self._open: dict[float, OrderedDict[Call, None]] = {}
+        self.waited = 0.0  # seconds that the answer being taken in lay in the inbox
 
     def add(
         self,
@@ -46,7 +47,12 @@ class Calls:
         call = Call(time.monotonic() + patience, answered, overdue)
         self._open.setdefault(patience, OrderedDict())[call] = None
         inbox = self._inbox
-        ref.future().add_done_callback(lambda future: inbox.put(lambda: self._take(call, future)))
+
+        def done(future: Future[Any]) -> None:
+            at = time.monotonic()
+            inbox.put(lambda: self._take(call, future, at))
+
+        ref.future().add_done_callback(done)
         return call
 
     def drop(self, call: Call) -> None:
@@ -75,7 +81,8 @@ class Calls:
             action()
         return True
 
-    def _take(self, call: Call, future: Future[Any]) -> None:
+    def _take(self, call: Call, future: Future[Any], at: float) -> None:
+        self.waited = time.monotonic() - at
         for calls in self._open.values():
             if call in calls:
                 del calls[call]

@@ -413,7 +413,9 @@ class Ray:
             return self._without_model(member, id)
         self._orders.pop(id, None)
         if self._results().accept(answer):
-            self._events.append(Finished(id, answer.samples, answer.seconds, answer.stats))
+            self._events.append(
+                Finished(id, answer.samples, answer.seconds, answer.stats, self._calls.waited)
+            )
         self._ship(member)
 
     def _failed(self, member: Member, future: Future[Any]) -> bool:

@@ -1,0 +1,574 @@
+"""What choosing workers saves and what it costs: regret, tasks, bytes, busy seconds and time.
+
+1. Regret of the indices on two oracles, in virtual time with exponential response times.
+2. What forgetting costs while speeds stay, and how soon it notices that they changed.
+3. Costs until the same error, for adaptive k-sync, the bandit with more and more spare tasks
+   (hedge) and ATA: linear regression and Fashion-MNIST, simulated time with real arithmetic.
+   All follow the same schedule of k, with 40 or 32 samples a task (ATA: four shares of a quarter
+   for each), so that they differ only in who computes. Two fleets: 50 workers whose exponential
+   times have means from 0.1 to 1 s, and 24 workers of which 8 take 0.08 s + Exponential(0.02 s)
+   and 16 ten times as long.
+4. The time of one choice among 100,000 workers.
+
+    python benchmarks/selection.py [--quick] [--figures FOLDER]
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores
+
+import numpy as np
+
+import paceline as pl
+from _report import OtherLoad, finish, machine, parser, table
+from paceline.core.coordinator import drive
+from paceline.core.protocol import MAIN, Finished, Joined, Policy, Start, Step, Stepped
+from paceline.delays.orders import slowest
+from paceline.engines.base import Job
+
+MEANS = [round(0.1 * i, 1) for i in range(1, 11)]
+INDICES: dict[str, pl.Index] = {
+    "KL": pl.KL(),
+    "KL, caution 3": pl.KL(caution=3),
+    "Thompson": pl.Thompson(),
+    "LCB": pl.LCB(),
+    "Greedy": pl.Greedy(),
+}
+BOUNDS = {
+    "S1_KL": 120.0,
+    "S1_Thompson": 60.0,
+    "S1_LCB_least": 1200.0,
+    "S1_LCB_most": 1800.0,
+    "S2_KL": 0.04,
+    "S2_Thompson": 0.02,
+    "log_growth": 2.0,
+    "linear_growth": 3.0,
+    "hedged_tasks": 0.5,
+    "hedged_seconds": 1.25,
+    "choice_ms": 1.0,
+}
+
+# --- 1. regret -----------------------------------------------------------------------------------
+
+
+@cache
+def expected(chosen: tuple[str, ...]) -> float:
+    return slowest([MEANS[int(worker[1:])] for worker in chosen])
+
+
+def rounds_of(policy: Policy, rounds: int, batch: int, seed: int) -> Iterable[tuple[str, ...]]:
+    """Yield the workers chosen in each round."""
+    learner = pl.Timing(batch)
+    engine = pl.Simulator(len(MEANS), [pl.Exponential(mean) for mean in MEANS], unit=1)
+    engine.open(Job(learner, learner.server(), seed=seed))
+    started = pl.MinWorkers(len(MEANS), pl.Until(policy, steps=rounds))
+    coordinator = pl.Coordinator(started, batch, pl.Journal(keep=False))
+    for _, entry in drive({MAIN: coordinator}, engine):
+        chosen = [c.task.worker for c in entry.commands if isinstance(c, Start)]
+        if chosen:
+            yield tuple(sorted(chosen))
+
+
+def regret_s1(name: str, rounds: int, seed: int) -> dict[int, float]:
+    """Return the expected seconds lost to the three quickest of ten, at some rounds."""
+    marks, lost, found = (100, 1_000, 10_000, 30_000), 0.0, {}
+    best = expected(("w0", "w1", "w2"))
+    policy = pl.bandit(3, index=INDICES[name], seed=seed)
+    for round, chosen in enumerate(rounds_of(policy, rounds, 3, seed), start=1):
+        lost += expected(chosen) - best
+        if round in marks:
+            found[round] = lost
+    return found
+
+
+def overhead_s2(name: str, each: int, seed: int) -> float:
+    """Return how much longer than with the best workers k = 1 to 5 take, as a share."""
+    plan = {each * (k - 1): k for k in range(1, 6)}
+    policy = pl.bandit(pl.Schedule(plan), samples=1, index=INDICES[name], seed=seed)
+    taken = oracle = 0.0
+    for chosen in rounds_of(policy, 5 * each, 1, seed):
+        taken += expected(chosen)
+        oracle += expected(tuple(f"w{i}" for i in range(len(chosen))))
+    return taken / oracle - 1
+
+
+# --- 2. speeds that change -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Takes a time before a moment and another after it, give or take 10 %."""
+
+    before: float
+    after: float
+    at: float
+    mean: float = 1.0
+
+    def sample(self, rng: np.random.Generator, now: float, memory: dict[str, float]) -> float:
+        return (self.before if now < self.at else self.after) * rng.uniform(0.9, 1.1)
+
+
+CHANGE = 200.0  # virtual seconds: some 1,800 rounds
+MEMORIES: dict[str, dict[str, Any]] = {
+    "KL": {"index": pl.KL()},
+    "KL, discount 0.97": {"index": pl.KL(), "discount": 0.97},
+    "KL(shape=4)": {"index": pl.KL(shape=4)},
+    "KL(shape=4), discount 0.97": {"index": pl.KL(shape=4), "discount": 0.97},
+    "Thompson, discount 0.97": {"index": pl.Thompson(), "discount": 0.97},
+    "KL(shape=4), window 60": {"index": pl.KL(shape=4), "window": 60},
+}
+
+
+def changing(name: str, seed: int) -> tuple[int, int | None]:
+    """Return the rounds before the change, and those after it until it is noticed.
+
+    Three workers take 0.1 s, three 0.4 s; then these take 0.03 s. It is noticed when 8 of 10 tasks
+    of 20 rounds in a row go to them; None: not within 600 rounds.
+    """
+    delays = [*[Changed(0.1, 0.1, CHANGE)] * 3, *[Changed(0.4, 0.03, CHANGE)] * 3]
+    engine, learner = pl.Simulator(6, delays, unit=1), pl.Timing(3)
+    engine.open(Job(learner, learner.server(), seed=seed))
+    policy = pl.MinWorkers(6, pl.bandit(3, seed=seed, **MEMORIES[name]))
+    before, after = 0, list[bool]()
+    for _, entry in drive({MAIN: pl.Coordinator(policy, 3, pl.Journal(keep=False))}, engine):
+        chosen = [c.task.worker in ("w3", "w4", "w5") for c in entry.commands
+                  if isinstance(c, Start)]  # fmt: skip
+        if chosen and entry.now < CHANGE:
+            before += 1
+        elif chosen:
+            after += chosen
+            if len(after) >= 60 and sum(after[-60:]) >= 48:
+                return before, len(after) // 3
+            if len(after) >= 1800:
+                break
+    return before, None
+
+
+# --- 3. costs until the same error ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Workers, how far k grows in which steps, and the hedges to try."""
+
+    delays: Sequence[pl.Exponential | pl.ShiftedExponential]
+    most: int
+    hedges: tuple[int, ...]
+
+    def plan(self, steps: int) -> dict[int, int]:
+        return {steps * (k - 1) // self.most: k for k in range(1, self.most + 1)}
+
+
+QUICK = pl.ShiftedExponential(0.08, 0.02)
+SLOW = pl.ShiftedExponential(0.8, 0.2)
+FLEETS = {
+    "spread": Fleet([pl.Exponential(m) for m in np.linspace(0.1, 1.0, 50)], 20, (0, 2, 5, 10, 30)),
+    "tiers": Fleet([*[QUICK] * 8, *[SLOW] * 16], 6, (0, 1, 2, 4, 8, 18)),
+}
+COSTS = ("seconds", "started", "busy_seconds", "down_bytes")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something to learn, and the error that is to be reached."""
+
+    samples: int  # of a task
+    steps: int
+    every: int  # steps between two looks at the error
+    target: float
+    make: Callable[[], tuple[Any, Callable[[Any], float]]]  # the learner, and a model's error
+
+
+@cache
+def regression() -> tuple[pl.LeastSquares, Callable[[Any], float]]:
+    rng = np.random.default_rng(0)
+    features = rng.integers(1, 11, size=(2000, 100)).astype(float)
+    targets = features @ rng.integers(1, 101, size=100) + rng.standard_normal(2000)
+    learner = pl.LeastSquares(features, targets, lr=2e-4, batch_size=40)
+    solution = np.linalg.lstsq(features, targets, rcond=None)[0]
+
+    def loss(x: Any) -> float:
+        return float(0.5 * np.mean((features @ x - targets) ** 2))
+
+    least = loss(solution)
+    return learner, lambda x: loss(x) - least
+
+
+@cache
+def fashion() -> tuple[Any, Callable[[Any], float]]:
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from paceline.data.idx import fashion_mnist
+
+    torch.set_num_threads(1)
+    data = fashion_mnist()
+    images = torch.from_numpy(data.train_images).reshape(-1, 784)[:20_000].float() / 255
+    labels = torch.from_numpy(data.train_labels).long()[:20_000]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    learner = pl.TorchLearner(model, loss, sgd, TensorDataset(images, labels), 32)
+
+    def error(model: nn.Module) -> float:
+        with torch.no_grad():
+            return loss(model, (images[:4000], labels[:4000])).item()
+
+    return learner, error
+
+
+PROBLEMS = {
+    "regression": Problem(40, 8000, 50, 2e-3, regression),
+    "fashion": Problem(32, 2000, 20, 0.45, fashion),
+}
+
+
+def policies(fleet: Fleet, samples: int, steps: int) -> dict[str, Policy]:
+    plan = fleet.plan(steps)
+    k = pl.Schedule(plan)
+    return {
+        "k_sync": pl.k_sync(k, samples),
+        **{f"bandit, hedge {h}": pl.bandit(k, h, samples) for h in fleet.hedges},
+        "bandit, Thompson": pl.bandit(k, 0, samples, index=pl.Thompson()),
+        # In finer shares of as many samples; with k shares it would do what the bandit does.
+        "ata": pl.ata(pl.Schedule({at: 4 * k for at, k in plan.items()}), samples // 4),
+    }
+
+
+class Looking(pl.Callback):
+    """Looks at the error of the model now and then."""
+
+    def __init__(self, every: int, error: Callable[[Any], float]) -> None:
+        self._every, self._error = every, error
+        self.steps: list[int] = []
+        self.errors: list[float] = []
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if progress.step % self._every == 0:
+            self.steps.append(progress.step)
+            self.errors.append(self._error(progress.model()))
+
+
+def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[str, Any]:
+    """Train; return the error and the costs as they grew, and the costs at the target."""
+    about, workers = PROBLEMS[problem], FLEETS[fleet]
+    learner, error = about.make()
+    looking = Looking(about.every * steps // about.steps or 1, error)
+    run = pl.Trainer(
+        learner,
+        policies(workers, about.samples, steps)[policy],
+        pl.Simulator(len(workers.delays), workers.delays, unit=about.samples),
+        seed=seed,
+        callbacks=[looking],
+        progress=False,
+    ).fit(steps=steps)
+    rows = np.array(looking.steps) - 1
+    curve = {cost: run.metrics[cost][rows].tolist() for cost in COSTS}
+    # Reached for good, as three looks in a row tell: a single one may be luck.
+    smooth = [max(looking.errors[i : i + 3]) for i in range(len(looking.errors) - 2)]
+    at = next((i for i, value in enumerate(smooth) if value <= about.target), None)
+    return {
+        "errors": looking.errors,
+        "curve": curve,
+        "reached": None if at is None else {cost: curve[cost][at] for cost in COSTS},
+        "end": {cost: float(run.metrics[cost][-1]) for cost in COSTS},
+        "last": looking.errors[-1],
+    }
+
+
+# --- 4. the time of a choice ---------------------------------------------------------------------
+
+
+def choice_ms(selector: pl.Bandit | pl.Allocate, tried: bool, rounds: int) -> float:
+    """Return the mean milliseconds a round's learning and choosing takes: 10 of 100,000 workers.
+
+    tried: whether all have been tried before, or are all new.
+    """
+    n, k = 100_000, 10
+    policy = pl.MinWorkers(n, pl.Gather(k, select=selector))
+    coordinator = pl.Coordinator(policy, k, pl.Journal(keep=False))
+    rng = np.random.default_rng(0)
+    means = rng.uniform(0.1, 1.0, n)
+    inner = coordinator.policy.inner.select  # type: ignore[attr-defined]
+    spent, steps = 0.0, 0
+    if tried:
+        inner._ranking.arms.admit(f"w{i}" for i in range(n))
+        for i in range(n):
+            inner._ranking.observe(f"w{i}", means[i] * rng.exponential(), ended=True)
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*arguments: Any) -> Any:
+            nonlocal spent
+            begin = time.perf_counter()
+            answer = call(*arguments)
+            spent += time.perf_counter() - begin
+            return answer
+
+        return timing
+
+    running: list[tuple[float, int]] = []
+
+    def handle(now: float, event: Joined | Finished | Stepped) -> None:
+        nonlocal steps
+        for command in coordinator.handle(now, event).commands:
+            if isinstance(command, Start):
+                seconds = rng.exponential(means[int(command.task.worker[1:])])
+                heapq.heappush(running, (now + seconds, command.task.id))
+            elif isinstance(command, Step):
+                steps += 1
+                handle(now, Stepped(steps))
+
+    for i in range(n):
+        handle(0.0, Joined(f"w{i}"))
+    inner.choose, inner.learn = timed(inner.choose), timed(inner.learn)
+    while steps < rounds:
+        now, id = heapq.heappop(running)
+        handle(now, Finished(id, 1))
+    return 1e3 * spent / rounds
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval (Student's t)."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return values[0], math.nan
+    width = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.fmean(values), float(width)
+
+
+def told(values: Sequence[float], digits: int = 3) -> str:
+    mean, width = interval(values)
+    return f"{mean:.{digits}g}" + ("" if math.isnan(width) else f" ± {width:.2g}")
+
+
+def growth(marks: dict[int, float]) -> float:
+    """Return the slope against ln(rounds) from 10,000 on over the slope before: 1 if logarithmic.
+
+    Linear regret has 4.7.
+    """
+    late = (marks[30_000] - marks[10_000]) / math.log(3)
+    early = (marks[10_000] - marks[1_000]) / math.log(10)
+    return late / early if early > 0 else math.inf
+
+
+def compare(
+    results: dict[str, list[dict[str, Any]]], which: str
+) -> dict[str, dict[str, list[float]]]:
+    """Return each policy's costs over those of k_sync with the same seed."""
+    base = results["k_sync"]
+    return {
+        name: {
+            cost: [a[which][cost] / b[which][cost] for a, b in zip(runs, base, strict=True)]
+            for cost in COSTS
+        }
+        for name, runs in results.items()
+        if all(run[which] for run in (*runs, *base))
+    }
+
+
+def draw(folder: Path, learned: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "paceline"
+    from matplotlib import pyplot
+
+    labels = {
+        "seconds": "seconds",
+        "started": "tasks started",
+        "busy_seconds": "busy worker-seconds",
+        "down_bytes": "bytes of models sent",
+    }
+    shown = {"k_sync": "adaptive k-sync", "bandit, hedge 0": "bandit",
+             "bandit, hedge 2": "bandit, hedge 2", "ata": "ATA"}  # fmt: skip
+    figure, grid = pyplot.subplots(2, 4, figsize=(11, 5), layout="constrained", sharey="row")
+    for axes_row, problem in zip(grid, PROBLEMS, strict=True):
+        for axes, cost in zip(axes_row, COSTS, strict=True):
+            for name, label in shown.items():
+                runs = learned[problem, "tiers"][name]
+                xs = np.mean([run["curve"][cost] for run in runs], axis=0)
+                ys = np.array([run["errors"] for run in runs])
+                (line,) = axes.plot(xs, ys.mean(axis=0), label=label, linewidth=1.6)
+                axes.fill_between(
+                    xs, ys.min(axis=0), ys.max(axis=0), color=line.get_color(), alpha=0.15
+                )
+            axes.axhline(PROBLEMS[problem].target, color="gray", linewidth=0.8, linestyle="--")
+            axes.set(xlabel=labels[cost], yscale="log")
+            axes.spines[["top", "right"]].set_visible(False)
+        name = {"regression": "excess loss", "fashion": "training loss"}[problem]
+        axes_row[0].set_ylabel(f"{problem}: {name}")
+    grid[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(folder / "selection.svg", metadata={"Date": None})
+
+    figure, grid = pyplot.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained", sharey=True)
+    for axes, fleet in zip(grid, FLEETS, strict=True):
+        for problem in PROBLEMS:
+            ratios = compare(learned[problem, fleet], "reached")
+            hedged = [f"bandit, hedge {h}" for h in FLEETS[fleet].hedges]
+            points = [
+                [statistics.fmean(ratios[name][cost]) for cost in ("seconds", "started")]
+                for name in hedged
+            ]
+            (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=problem)
+            color = line.get_color()
+            if problem == "regression":
+                for h, (x, y) in zip(FLEETS[fleet].hedges, points, strict=True):
+                    axes.annotate(f"h={h}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+            ata = [statistics.fmean(ratios["ata"][cost]) for cost in ("seconds", "started")]
+            axes.plot(*ata, marker="s", color=color, linestyle="none", label=f"{problem}, ATA")
+        axes.axhline(0.5, color="gray", linewidth=0.8, linestyle="--")
+        axes.axvline(1.25, color="gray", linewidth=0.8, linestyle="--")
+        axes.plot(1, 1, marker="*", color="black", markersize=9, linestyle="none", label="k-sync")
+        axes.set(xlabel="seconds to the same error, over k-sync", xscale="log")
+        axes.set_title({"spread": "50 workers, exponential times",
+                        "tiers": "8 quick and 16 slow workers"}[fleet], fontsize=10)  # fmt: skip
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("tasks, over k-sync")
+    grid[1].legend(frameon=False, fontsize=8)
+    figure.savefig(folder / "hedge.svg", metadata={"Date": None})
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--figures", metavar="FOLDER", help="draw into this folder")
+    options = arguments.parse_args()
+    quick, load = options.quick, OtherLoad()
+    names = [name for name in INDICES if not quick or name != "KL, caution 3"]
+    seeds_1, seeds_2, each = (range(2), range(1), 1000) if quick else (range(30), range(10), 4000)
+    seeds, steps = (range(1), 1600) if quick else (range(5), None)
+    if quick:
+        cases = [("regression", "tiers", policy)
+                 for policy in ("k_sync", "bandit, hedge 0", "bandit, hedge 2", "ata")]  # fmt: skip
+    else:
+        cases = [(problem, fleet, policy) for problem in PROBLEMS for fleet in FLEETS
+                 for policy in policies(FLEETS[fleet], 4, 100)]  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        one = {(n, s): pool.submit(regret_s1, n, 30_000, s) for s in seeds_1 for n in names
+               if not quick or s == 0 or n in ("KL", "Thompson")}  # fmt: skip
+        two = {(n, s): pool.submit(overhead_s2, n, each, s) for s in seeds_2 for n in names}
+        three = {
+            (case, seed): pool.submit(learn, *case, steps or PROBLEMS[case[0]].steps, seed)
+            for seed in seeds
+            for case in cases
+        }
+        four = {n: [pool.submit(changing, n, seed) for seed in seeds] for n in MEMORIES}
+        regrets = {n: [one[n, s].result() for s in seeds_1 if (n, s) in one] for n in names}
+        overheads = {n: [two[n, s].result() for s in seeds_2] for n in names}
+        learned: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+        for problem, fleet, policy in cases:
+            runs = [three[(problem, fleet, policy), seed].result() for seed in seeds]
+            learned.setdefault((problem, fleet), {})[policy] = runs
+
+    figures: dict[str, Any] = {}
+    means = {n: {m: statistics.fmean(r[m] for r in runs) for m in runs[0]}
+             for n, runs in regrets.items()}  # fmt: skip
+    print(f"S1: regret in seconds, {len(seeds_1)} seeds; S2: overhead, {len(seeds_2)} seeds")
+    table(
+        ["index", *(f"at {m:,}" for m in means["KL"]), "growth", "S2"],
+        [
+            [n, *(told([r[m] for r in regrets[n]]) for m in means[n]), f"{growth(means[n]):.2f}",
+             f"{100 * interval(overheads[n])[0]:.2f} %"]
+            for n in names
+        ],
+    )  # fmt: skip
+    figures["S1"] = {n: {str(m): round(v, 1) for m, v in by.items()} for n, by in means.items()}
+    figures["S1_growth"] = {n: round(growth(by), 2) for n, by in means.items()}
+    figures["S2"] = {n: round(statistics.fmean(values), 4) for n, values in overheads.items()}
+
+    print(f"\nspeeds that change after {CHANGE:g} s, {len(seeds)} seeds")
+    rows, figures["change"] = [], {}
+    for name, futures in four.items():
+        ends = [future.result() for future in futures]
+        before = statistics.median(rounds for rounds, _ in ends)
+        found = sorted(math.inf if rounds is None else rounds for _, rounds in ends)
+        median = statistics.median(found)
+        figures["change"][name] = {"rounds_before": before, "noticed": [
+            None if rounds == math.inf else rounds for rounds in found]}  # fmt: skip
+        noticed = "not in 600" if median == math.inf else f"{median:g}"
+        rows.append([name, f"{before:g}", f"{noticed} ({found[0]:g} - {found[-1]:g})"])
+    table(["bandit", "rounds before", "rounds until noticed"], rows)
+
+    which = "end" if quick else "reached"
+    paying: dict[str, list[float]] = {}
+    for (problem, fleet), results in learned.items():
+        at = f"error {PROBLEMS[problem].target:g}" if which == "reached" else "the end"
+        print(f"\n{problem}, {fleet}: costs at {at}, and times those of k_sync, {len(seeds)} seeds")
+        ratios = compare(results, which)
+        rows = []
+        for name, runs in results.items():
+            if name not in ratios:
+                rows.append([name, *["not reached"] * 4, told([run["last"] for run in runs])])
+                continue
+            cells = [f"{told([run[which][cost] for run in runs])} ({told(ratios[name][cost])})"
+                     for cost in COSTS]  # fmt: skip
+            rows.append([name, *cells, told([run["last"] for run in runs])])
+            means_of = {cost: round(statistics.fmean(ratios[name][cost]), 3) for cost in COSTS}
+            figures.setdefault(f"{problem}, {fleet}", {})[name] = means_of
+            hedged = "hedge" in name and not name.endswith(" 0")
+            if hedged and means_of["started"] <= BOUNDS["hedged_tasks"]:
+                paying[f"{problem}, {fleet}, {name}"] = [means_of["seconds"], means_of["started"]]
+        table(["policy", *COSTS, "error at the end"], rows)
+    best = min(paying, key=lambda name: paying[name][0], default="nowhere")
+    seconds, tasks = paying.get(best, (math.inf, math.inf))
+    print(f"\nhedged at no more than half the tasks, least time: {best}: {seconds:.3g} x the time")
+    figures["hedged"] = {"where": best, "seconds": seconds, "tasks": tasks}
+
+    rounds = 1000 if quick else 5000
+    choices = {
+        f"{name}, {'all tried' if tried else 'all new'}": choice_ms(make(), tried, rounds)
+        for name, make in {
+            "KL": pl.Bandit,
+            "Thompson": lambda: pl.Bandit(pl.Thompson()),
+            "KL, discount": lambda: pl.Bandit(discount=0.999),
+            "ATA": pl.Allocate,
+        }.items()
+        for tried in (False, True)
+    }
+    print("\nmilliseconds for a round's learning and choosing, 10 of 100,000 workers")
+    table(["selector", "ms"], [[name, f"{ms:.2f}"] for name, ms in choices.items()])
+    figures["choice_ms"] = {name: round(ms, 3) for name, ms in choices.items()}
+    if options.figures:
+        draw(Path(options.figures), learned)
+    last = {n: by[30_000] for n, by in means.items()}
+    held = {
+        "S1_KL": last["KL"] <= BOUNDS["S1_KL"],
+        "S1_Thompson": last["Thompson"] <= BOUNDS["S1_Thompson"],
+        "S1_LCB": BOUNDS["S1_LCB_least"] <= last["LCB"] <= BOUNDS["S1_LCB_most"],
+        "log": quick  # two seeds do not tell
+        or all(figures["S1_growth"][n] <= BOUNDS["log_growth"] for n in ("KL", "Thompson")),
+        "linear": figures["S1_growth"]["Greedy"] >= BOUNDS["linear_growth"],
+        "S2_KL": quick or figures["S2"]["KL"] <= BOUNDS["S2_KL"],
+        "S2_Thompson": quick or figures["S2"]["Thompson"] <= BOUNDS["S2_Thompson"],
+        "hedged": seconds <= BOUNDS["hedged_seconds"],
+        "choice": max(choices.values()) <= BOUNDS["choice_ms"],
+    }
+    figures["held"] = held
+    about = machine("numpy", "paceline") | {"other_load_cores": load.cores()}
+    finish("selection", figures, BOUNDS, all(held.values()), about, quick)
+
+
+if __name__ == "__main__":
+    main()
