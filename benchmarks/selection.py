@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores
 
@@ -388,13 +388,22 @@ def compare(
     }
 
 
-def draw(folder: Path, learned: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> None:
+Learned: TypeAlias = dict[tuple[str, str], dict[str, list[dict[str, Any]]]]
+
+
+def plotting() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "paceline"
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_errors(folder: Path, learned: Learned) -> None:
+    """Draw the error against each of the costs, among quick and slow workers."""
+    pyplot = plotting()
     labels = {
         "seconds": "seconds",
         "started": "tasks started",
@@ -422,26 +431,30 @@ def draw(folder: Path, learned: dict[tuple[str, str], dict[str, list[dict[str, A
     grid[0, 0].legend(frameon=False, fontsize=8)
     figure.savefig(folder / "selection.svg", metadata={"Date": None})
 
+
+def draw_hedges(folder: Path, learned: Learned) -> None:
+    """Draw tasks against time as the hedge grows, both relative to k-sync."""
+    pyplot = plotting()
     figure, grid = pyplot.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained", sharey=True)
     for axes, fleet in zip(grid, FLEETS, strict=True):
         for problem in PROBLEMS:
             ratios = compare(learned[problem, fleet], "reached")
-            hedged = [f"bandit, hedge {h}" for h in FLEETS[fleet].hedges]
+            hedges = [h for h in FLEETS[fleet].hedges if f"bandit, hedge {h}" in ratios]
             points = [
-                [statistics.fmean(ratios[name][cost]) for cost in ("seconds", "started")]
-                for name in hedged
+                [statistics.fmean(ratios[f"bandit, hedge {h}"][c]) for c in ("seconds", "started")]
+                for h in hedges
             ]
             (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=problem)
             color = line.get_color()
             if problem == "regression":
-                for h, (x, y) in zip(FLEETS[fleet].hedges, points, strict=True):
+                for h, (x, y) in zip(hedges, points, strict=True):
                     axes.annotate(f"h={h}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
             ata = [statistics.fmean(ratios["ata"][cost]) for cost in ("seconds", "started")]
             axes.plot(*ata, marker="s", color=color, linestyle="none", label=f"{problem}, ATA")
         axes.axhline(0.5, color="gray", linewidth=0.8, linestyle="--")
         axes.axvline(1.25, color="gray", linewidth=0.8, linestyle="--")
         axes.plot(1, 1, marker="*", color="black", markersize=9, linestyle="none", label="k-sync")
-        axes.set(xlabel="seconds to the same error, over k-sync", xscale="log")
+        axes.set(xlabel="seconds to the same error, over k-sync")
         axes.set_title({"spread": "50 workers, exponential times",
                         "tiers": "8 quick and 16 slow workers"}[fleet], fontsize=10)  # fmt: skip
         axes.spines[["top", "right"]].set_visible(False)
@@ -477,7 +490,7 @@ def main() -> None:
         four = {n: [pool.submit(changing, n, seed) for seed in seeds] for n in MEMORIES}
         regrets = {n: [one[n, s].result() for s in seeds_1 if (n, s) in one] for n in names}
         overheads = {n: [two[n, s].result() for s in seeds_2] for n in names}
-        learned: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+        learned: Learned = {}
         for problem, fleet, policy in cases:
             runs = [three[(problem, fleet, policy), seed].result() for seed in seeds]
             learned.setdefault((problem, fleet), {})[policy] = runs
@@ -551,7 +564,8 @@ def main() -> None:
     table(["selector", "ms"], [[name, f"{ms:.2f}"] for name, ms in choices.items()])
     figures["choice_ms"] = {name: round(ms, 3) for name, ms in choices.items()}
     if options.figures:
-        draw(Path(options.figures), learned)
+        draw_errors(Path(options.figures), learned)
+        draw_hedges(Path(options.figures), learned)
     last = {n: by[30_000] for n, by in means.items()}
     held = {
         "S1_KL": last["KL"] <= BOUNDS["S1_KL"],

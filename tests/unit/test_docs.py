@@ -1,4 +1,4 @@
-"""Every snippet of the README and the guide runs, in the order of its page."""
+"""Every snippet of the README and the documentation runs, in the order of its page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/selection.md"])
 def test_snippets_run(page: str) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert snippets
