@@ -23,12 +23,14 @@ from paceline.delays.models import (
 )
 from paceline.engines.simulator import Link, Simulator
 from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
+from paceline.planner.coding import Advice, coded
 from paceline.policies.choosers import (
     GrowOnNoise,
     GrowWhenStationary,
     Schedule,
     bound_optimal,
 )
+from paceline.policies.coded import Coded, WrongGradients
 from paceline.policies.deadline import Deadline, deadline
 from paceline.policies.gather import Gather, faded, mean
 from paceline.policies.indices import (
@@ -73,6 +75,7 @@ _LAZY = {
 __all__ = [
     "KL",
     "LCB",
+    "Advice",
     "Allocate",
     "Bandit",
     "Bounded",
@@ -81,6 +84,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ClipNorm",
+    "Coded",
     "Coordinator",
     "Deadline",
     "Erlang",
@@ -122,10 +126,12 @@ __all__ = [
     "TrustRatio",
     "Until",
     "Work",
+    "WrongGradients",
     "asynchronous",
     "ata",
     "bandit",
     "bound_optimal",
+    "coded",
     "deadline",
     "faded",
     "k_async",

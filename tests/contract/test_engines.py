@@ -46,6 +46,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "bandit": lambda: pl.bandit(2),
     "bandit, hedged": lambda: pl.bandit(2, hedge=1, index=pl.Thompson(), discount=0.9),
     "ata": lambda: pl.ata(6),
+    "coded": lambda: pl.coded(stragglers=1, messages=3),
     "growing k": lambda: pl.bandit(pl.GrowOnNoise(1, 3, noise=0.3, memory=3, lag=2), samples=32),
 }
 MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster without stops": 2}
@@ -318,3 +319,17 @@ def play(engine: TrainingEngine, policy: Policy) -> Coordinator:
     finally:
         engine.close()
     return coordinator
+
+
+@pytest.mark.parametrize(("stragglers", "messages"), [(1, 1), (2, 2), (1, 3), (0, 4)])
+def test_coded_steps_are_those_of_sync(
+    engine: TrainingEngine, stragglers: int, messages: int
+) -> None:
+    """On servers each slice of a message becomes a slice of the model, wherever both are cut."""
+    expected = fit(pl.Simulator(workers=4), pl.sync(), steps=15)
+    run = fit(engine, pl.coded(stragglers, messages), steps=15)
+    assert torch.allclose(flat(run.model), flat(expected.model), atol=1e-6)
+    size = make_learner().message_bytes
+    meter = run.meter
+    arrived = meter.used + meter.discarded + len(meter._held)
+    assert meter.up_bytes == arrived * -(-size // messages)

@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
         lambda: pl.MinWorkers(3, pl.bandit(1, 1, index=pl.Thompson(), discount=0.9)), 8
     ),
     "ata": Case(lambda: pl.MinWorkers(3, pl.ata(6)), 6, QUADRATIC),
+    "coded": Case(lambda: pl.MinWorkers(3, pl.coded(1, 2)), 6, QUADRATIC),
     "deadline": Case(lambda: pl.deadline(1.0), 8, engine=lambda: unequal(unit=2)),
 }
 

@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/selection.md"])
+PAGES = ["README.md", *(f"docs/{page}.md" for page in ("guide", "selection", "coding"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_snippets_run(page: str) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert snippets

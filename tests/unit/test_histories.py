@@ -9,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import paceline as pl
+from paceline.codes.approximate import Replicated
+from paceline.codes.generators import repetition
+from paceline.codes.groups import Grouped
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal, dump_entry, parse_entry
 from paceline.core.protocol import Policy, Start, Step, Task
@@ -39,6 +42,10 @@ POLICIES: dict[str, Policy] = {
     "bounded": pl.bandit(2, index=pl.Bounded(2.0)),
     "asynchronous bandit": pl.Gather(2, max_delay=3, refill=True, select=pl.Bandit(), hedge=2),
     "ata(5)": pl.ata(5),
+    "coded(1, 1)": pl.coded(1, 1),
+    "coded(2, 2)": pl.coded(2, 2),
+    "code of a fixed size": pl.Coded(Grouped(4, repetition(2))),
+    "approximate code": pl.Coded(Replicated(4, 2, 1), wait=3),
     "ata, discounted": pl.ata(8, discount=0.9, index=pl.LCB()),
 }
 MAX_DELAY = {

@@ -13,11 +13,13 @@ ROOT = Path(paceline.__file__).parent
 # What each layer may import of the project, itself always included.
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
-    "policies": {"core"},
+    "policies": {"core", "codes"},
     "data": {"core"},
     "delays": {"core"},
-    "learners": {"core", "data"},
-    "engines": {"core", "data", "delays", "learners"},
+    "codes": {"core"},
+    "learners": {"core", "data", "codes"},
+    "engines": {"core", "codes", "data", "delays", "learners"},
+    "planner": {"core", "codes", "policies", "delays", "learners", "engines"},
     "report": {"core"},
     "callbacks": {"learners", "report"},
     "checkpoint": {"core", "learners"},
@@ -30,8 +32,10 @@ PACKAGES: dict[str, set[str]] = {
     "policies": {"numpy"},
     "data": {"numpy"},
     "delays": {"numpy"},
+    "codes": {"numpy"},
     "learners": {"numpy", "torch"},
     "engines": {"numpy", "ray"},
+    "planner": {"numpy"},
     "report": {"numpy"},
     "callbacks": set(),
     "checkpoint": {"numpy", "safetensors"},
@@ -45,7 +49,7 @@ ONLY_IN = {
     # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.
-NO_CLOCK = {"core", "policies", "data", "delays", "learners", "report", "checkpoint"}
+NO_CLOCK = {"core", "policies", "data", "delays", "codes", "learners", "report", "checkpoint"}
 
 
 def layer(path: Path) -> str:

@@ -140,9 +140,9 @@ class Ledger:
             case Step(weights, _, keep):
                 self._check_step(command)
                 self.version += 1
-                for id in weights:
-                    self.samples += self.held[id].samples
-                    if not keep:
+                self.samples += distinct_samples([self.held[id] for id in weights])
+                if not keep:
+                    for id in weights:
                         self._release(id)
             case SetTimer(name, at):
                 if at <= self.now:
@@ -192,11 +192,13 @@ class Ledger:
             samples = self.batch if work.samples is None else work.samples
             if min(samples, work.steps, work.shares) < 1:
                 raise self._error(command, "a task needs at least one sample, step and share")
+            if work.parts is not None and not all(0 <= j < work.cut for j in work.parts):
+                raise self._error(command, f"the samples are cut into {work.cut} parts")
             if work.parts is None:
                 draw = self._next_draw
                 self._next_draw += samples * work.steps
             else:  # all who hold a part at one version draw the same samples of it
-                draw = version * samples * work.steps
+                draw = version * self.batch * work.steps
             task = Task(id, worker, work, version, self.now, samples, draw)
         self._next_id += 1
         self.running[id] = task
@@ -218,8 +220,9 @@ class Ledger:
             raise self._error(command, f"results of no sample: {empty}; discard them")
         if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
             raise self._error(command, f"no copy of {unknown_peers}")
-        if not all(map(isfinite, command.weights.values())):
-            raise self._error(command, "a weight is not finite")
+        for weight in command.weights.values():
+            if not all(map(isfinite, weight if isinstance(weight, tuple) else (weight,))):
+                raise self._error(command, "a weight is not finite")
 
     def _end(self, id: TaskId) -> Task:
         """Take a task off the running ones; the caller refreshes its worker."""
@@ -259,6 +262,19 @@ class Ledger:
 
     def _error(self, command: Command, why: str) -> PolicyError:
         return PolicyError(f"{command} at t={self.now:g}: {why}")
+
+
+def distinct_samples(results: Iterable[Result]) -> int:
+    """Count the samples of results, those of a part that several have computed once."""
+    parts: dict[int, int] = {}
+    shared = 0
+    for result in results:
+        task = result.task
+        if task.work.parts is None:
+            shared += result.samples
+        else:
+            parts.update((index, task.part(index)[1]) for index in task.work.parts)
+    return shared + sum(parts.values())
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

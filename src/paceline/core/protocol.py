@@ -13,10 +13,12 @@ from typing import Literal, Protocol, TypeAlias
 
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
-Stat: TypeAlias = Literal["loss", "norm", "dot", "drift"]
+Stat: TypeAlias = Literal["loss", "norm", "dot", "drift", "sketch"]
 Stats: TypeAlias = Mapping[Stat, float]
 Want: TypeAlias = Stat | tuple[Literal["dot"], int]
 """A statistic to attach; ("dot", 5) is the product with the step five before, every fifth step."""
+Coefficients: TypeAlias = float | tuple[float, ...]
+"""A factor of a vector, or m of them: one for each of the vector's m blocks."""
 Tag: TypeAlias = int | str | tuple[int | str, ...] | None
 
 MAIN: WorkerId = "main"
@@ -27,12 +29,19 @@ MAIN: WorkerId = "main"
 class Work:
     """What to compute, without saying where, when, or on which model."""
 
-    parts: Mapping[int, float] | None = None  # part -> coefficient; None: the shared data
-    samples: int | None = None  # per local step (and per part); None: the policy's share
+    parts: Mapping[int, Coefficients] | None = None  # of the samples, computed each by itself
+    cut: int = 1  # into so many parts, of which these are some
+    samples: int | None = None  # per local step; None: the policy's share
     steps: int = 1  # local steps; the result is then the model's change
     budget: float = inf  # seconds, after which whatever is done is returned
     shares: int = 1  # how many of the shares that a step gathers this is
     tag: Tag = None  # the policy's own mark, for instance the row of a code
+
+    @property
+    def messages(self) -> int:
+        """How many times shorter than the model the result is: m, if parts have m coefficients."""
+        first = next(iter(self.parts.values())) if self.parts else 0.0
+        return len(first) if isinstance(first, tuple) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,18 @@ class Task:
     samples: int  # per local step, never unknown
     draw: int  # where in the stream of data its samples begin
     attempt: int = 1  # above 1: the worker that had it before was lost
+
+    def part(self, index: int) -> tuple[int, int]:
+        """Return where in the stream of data a part begins, and how many samples it has."""
+        begin, end = (self.samples * i // self.work.cut for i in (index, index + 1))
+        return self.draw + begin, end - begin
+
+    @property
+    def computed(self) -> int:
+        """The samples that are computed: all in each local step, or those of its parts."""
+        if self.work.parts is None:
+            return self.samples * self.work.steps
+        return sum(self.part(index)[1] for index in self.work.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,11 @@ def _price(prices: float | Mapping[WorkerId, float], worker: WorkerId, name: str
     if worker not in prices:
         raise ValueError(f"{name} names no price for {worker!r}; it has {sorted(prices)}")
     return prices[worker]
+
+
+def magnitude(weight: Coefficients) -> float:
+    """Return how much a result counts for, where it is but a number that is averaged."""
+    return max(map(abs, weight)) if isinstance(weight, tuple) else abs(weight)
 
 
 # --- events: engine -> policy --------------------------------------------------------------------
@@ -200,11 +226,13 @@ class Discard:
 class Step:
     """Advance the model by one version.
 
-    The optimizer receives the sum of weight * result, added up in the order given; `mix` first
-    replaces the model by a weighted average with copies received from peers.
+    The optimizer receives the sum of weight * result, added up in the order given; of a coded
+    result, m times shorter than the model, block u of the model gets the part that weight[u]
+    makes of it. `mix` first replaces the model by a weighted average with copies received from
+    peers.
     """
 
-    weights: Mapping[TaskId, float]
+    weights: Mapping[TaskId, Coefficients]
     mix: Mapping[WorkerId, float] = field(default_factory=dict)
     keep: bool = False  # hold the results for later steps (gradient tables)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.codes.blocks import decoded
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -218,14 +219,15 @@ class Simulator:
         heapq.heappush(self._queue, (at, self._order, item))
 
     def _begin(self, worker: _Worker, task: Task) -> None:
-        link, total = worker.link, task.samples * task.work.steps
+        link, total = worker.link, task.computed
         begin = max(self._now, self._ready) + link.latency + self._bytes / link.down
         seconds = worker.delay.sample(self._rng, begin, worker.memory) * total * self._per_sample
         if seconds > task.work.budget:
             total = int(total * task.work.budget / seconds)
             seconds = task.work.budget
         worker.run = _Run(task, seconds, total)
-        self._push(begin + seconds + link.latency + self._bytes / link.up, task)
+        sent = self._bytes / task.work.messages
+        self._push(begin + seconds + link.latency + sent / link.up, task)
 
     def _finish(self, task: Task) -> Event | None:
         worker = self._workers[task.worker]
@@ -295,7 +297,8 @@ class Simulator:
         vectors = [vector for vector, _ in results if vector is not None]
         if self._arithmetic and len(vectors) != len(weights):
             raise RuntimeError(f"a result of {step} is missing: an engine's fault")
-        stats |= self._job.server.step(weights, vectors, self._job.wants)
+        factors, sums = decoded(weights, vectors, (0, self._job.server.layout.size))
+        stats |= self._job.server.step(factors, sums, self._job.wants)
         if not step.keep:
             for id in step.weights:
                 self._results.pop(id, None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Stat, Task, Want, Work
+from paceline.codes.blocks import Encoder, scaled, sketch
+from paceline.core.protocol import Coefficients, Stat, Task, Want, Work
 from paceline.data.sampling import SHARED, Stream, generator
 from paceline.learners.base import (
     Array,
@@ -86,6 +88,8 @@ class ArrayReplica:
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         self._problem.check(task.work)
         x = np.concatenate(list(model))
+        if task.work.parts is not None:
+            return self._coded(x, task, task.work.parts, proceed)
         total, done, loss = np.zeros_like(x), 0, 0.0
         for step in range(task.work.steps):
             samples = sum(1 for sample in range(task.samples) if proceed(done + sample))
@@ -98,6 +102,24 @@ class ArrayReplica:
             if task.work.steps > 1:
                 x -= self._problem.lr * gradient
         return Outcome(total, done, {"loss": loss / max(done, 1)})
+
+    def _coded(
+        self, x: Vector, task: Task, parts: Mapping[int, Coefficients], proceed: Proceed
+    ) -> Outcome:
+        encoder = Encoder(x.size, task.work.messages)
+        loss = 0.0
+        done = 0
+        for part, factors in parts.items():
+            place, size = task.part(part)
+            if not proceed(done):
+                return Outcome(None, 0)
+            done += size
+            value, gradient = self._gradient(x, place, size)
+            encoder.add(gradient, scaled(factors, size * task.work.cut / task.samples))
+            loss += value * size / task.computed
+        message = encoder.message(np.float64)
+        seen = sketch(message, generator(self._seed, SHARED, task.version))
+        return Outcome(message, task.computed, {"loss": loss, "sketch": seen})
 
     def _gradient(self, x: Vector, place: int, samples: int) -> tuple[float, Vector]:
         problem = self._problem
@@ -140,7 +162,7 @@ class Quadratic:
         return ArrayServer(np.full(len(self.curvature), self.start), self.lr)
 
     def check(self, work: Work) -> None:
-        _no_parts(work)
+        _check_parts(work)
 
     def about(self) -> dict[str, Any]:
         return {"learner": "Quadratic", "batch_size": self.batch_size}
@@ -172,7 +194,7 @@ class Linear:
         return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
 
     def check(self, work: Work) -> None:
-        _no_parts(work)
+        _check_parts(work)
 
     def about(self) -> dict[str, Any]:
         name = type(self).__name__
@@ -223,9 +245,9 @@ class LeastSquares(Linear):
         return float(0.5 * np.mean(residual**2)), a.T @ residual / len(chosen)
 
 
-def _no_parts(work: Work) -> None:
-    if work.parts is not None:
-        raise ValueError("this problem has shared data alone; use Work(parts=None)")
+def _check_parts(work: Work) -> None:
+    if work.parts is not None and (work.steps > 1 or work.budget < inf):
+        raise ValueError("parts of a batch are gradients: give them one step and no budget")
 
 
 class NoArithmetic:

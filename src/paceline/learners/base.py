@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Stat, Stats, Task, Want, Work
+from paceline.core.protocol import Coefficients, Stat, Stats, Task, Want, Work, magnitude
 
 Array: TypeAlias = NDArray[Any]
 Proceed: TypeAlias = Callable[[int], bool]
@@ -290,8 +290,10 @@ def statistics(totals: Sums, wants: frozenset[Want]) -> dict[Stat, float]:
     return stats
 
 
-def mean_loss(weights: Sequence[float], losses: Sequence[float | None]) -> dict[Stat, float]:
+def mean_loss(weights: Sequence[Coefficients], losses: Sequence[float | None]) -> dict[Stat, float]:
     """Average the workers' losses as the step averages their results."""
-    known = [(w, loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
-    total = sum(abs(w) for w, _ in known)
-    return {"loss": sum(abs(w) * loss for w, loss in known) / total} if total else {}
+    known = [
+        (magnitude(w), loss) for w, loss in zip(weights, losses, strict=True) if loss is not None
+    ]
+    total = sum(weight for weight, _ in known)
+    return {"loss": sum(weight * loss for weight, loss in known) / total} if total else {}

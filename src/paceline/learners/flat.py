@@ -80,6 +80,10 @@ class FlatModule:
             start = stop
         if start != self.values.numel():
             raise ValueError(f"a model of {self.values.numel()} values got {start}")
+        self.reset()
+
+    def reset(self) -> None:
+        """Put the buffers back to what was loaded."""
         self.push_buffers()
         for place, original in self._scratch:  # no trace of an earlier task
             place.put_back()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from paceline.core.protocol import Task, Work
+from paceline.codes.blocks import Encoder, scaled, sketch
+from paceline.core.protocol import Coefficients, Stats, Task, Work
 from paceline.core.state import describe
 from paceline.data.sampling import SHARED, Stream, generator
 from paceline.learners.base import Array, Outcome, Proceed
@@ -100,10 +101,13 @@ class TorchLearner:
         return TorchServer(self.model, rules)
 
     def check(self, work: Work) -> None:
-        if work.parts is not None:
+        if work.parts is not None and (work.steps > 1 or self.outer is not None):
             raise ValueError(
-                "TorchLearner draws from the shared data; Work(parts=…) needs a placement"
+                "parts of a batch are gradients of one model and cannot take local steps; use "
+                "coded(…) without outer=, or local_sgd"
             )
+        if work.parts is not None and work.budget < inf:
+            raise ValueError("half a part of a batch is of no use: give coded work no budget")
         if work.steps > 1 and self.outer is None:
             raise ValueError(
                 f"{work.steps} local steps need an outer optimizer for the server: "
@@ -144,9 +148,10 @@ class TorchReplica:
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner, flat = self._learner, self._flat
         learner.check(task.work)
-        rng = generator(self._seed, SHARED, task.draw)
-        with _quiet(learner.threads, learner.device, int(rng.integers(2**63))):
-            self._read_ahead(task)  # while the model is on its way
+        if task.work.parts is not None:
+            return self._coded(model, task, task.work.parts, proceed)
+        with self._seeded(task.draw):
+            self._read_ahead(task.draw, task.samples)  # while the model is on its way
             flat.load(model)
             if learner.outer is None:
                 samples, loss = self._gradient(task.draw, task.samples, proceed)
@@ -157,10 +162,46 @@ class TorchReplica:
         flat.buffer_change()
         return Outcome(flat.grads.cpu().numpy(), samples, {"loss": loss})
 
-    def _read_ahead(self, task: Task) -> None:
-        """Fetch the task's first samples, with the random numbers they would have got later."""
-        first = self._stream.indices(task.draw, task.samples)[: self._learner.micro_batch]
-        self._ahead = task.draw, self._fetch(first)
+    def _coded(
+        self,
+        model: Iterable[Array],
+        task: Task,
+        parts: Mapping[int, Coefficients],
+        proceed: Proceed,
+    ) -> Outcome:
+        """Compute each part by itself, as all others who have it do, and add them up encoded."""
+        flat, total = self._flat, 0.0
+        encoder = Encoder(flat.values.numel(), task.work.messages)
+        for turn, (part, factors) in enumerate(parts.items()):
+            place, size = task.part(part)
+            with self._seeded(place):
+                self._read_ahead(place, size)
+                if turn:
+                    flat.reset()
+                else:
+                    flat.load(model)
+                samples, loss = self._gradient(place, size, proceed)
+            if samples < size:
+                return Outcome(None, 0)  # nobody can use half a part
+            flat.buffer_change()
+            share = size * task.work.cut / task.samples  # 1 if all parts are alike
+            encoder.add(flat.grads.cpu().numpy(), scaled(factors, share))
+            total += loss * size
+        message = encoder.message(np.float32)
+        stats: Stats = {
+            "loss": total / task.computed,
+            "sketch": sketch(message, generator(self._seed, SHARED, task.version)),
+        }
+        return Outcome(message, task.computed, stats)
+
+    def _seeded(self, place: int) -> AbstractContextManager[None]:
+        rng = generator(self._seed, SHARED, place)
+        return _quiet(self._learner.threads, self._learner.device, int(rng.integers(2**63)))
+
+    def _read_ahead(self, place: int, samples: int) -> None:
+        """Fetch the first samples, with the random numbers they would have got later."""
+        first = self._stream.indices(place, samples)[: self._learner.micro_batch]
+        self._ahead = place, self._fetch(first)
 
     def _samples(self, place: int, chosen: NDArray[np.int64]) -> Any:
         ahead, self._ahead = self._ahead, None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.journal import Entry, Header, Journal
-from paceline.core.ledger import Ledger
+from paceline.core.ledger import Ledger, distinct_samples
 from paceline.core.protocol import (
     Cancel,
     Discard,
@@ -25,6 +25,7 @@ from paceline.core.protocol import (
     Task,
     TaskId,
     WorkerId,
+    magnitude,
 )
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
@@ -47,8 +48,8 @@ class Meter:
     """Counts as entries come in; each entry costs the same, however long the run.
 
     Messages: a task that is started costs one model down, and a result that somebody waits for
-    one result up. What the data plane adds beneath (copies of servers) or spares (workers of one
-    node that share a model) is not in it.
+    one result up, which if coded is shorter than a model. What the data plane adds beneath (copies
+    of servers) or spares (workers of one node that share a model) is not in it.
     Seconds: a worker is busy from a task's start until its result, cancellation or loss. On Ray,
     work that cannot be interrupted goes on after its cancellation, and is not charged.
     Dollars: the seconds in which a worker has a task (with `Prices.idle`, in which it is there)
@@ -114,19 +115,20 @@ class Meter:
                 if id in self._running:
                     task = self._end(id)
                     self._held[id] = Result(task, entry.now, samples, seconds, stats)
-                    self.up_bytes += self.message_bytes
-                    self._pay_message(task.worker)
+                    sent = -(-self.message_bytes // task.work.messages)
+                    self.up_bytes += sent
+                    self._pay_message(task.worker, sent)
         for command in entry.commands:
             match command:
                 case Start(task):
                     self._start(task)
                     self.started += 1
                     self.down_bytes += self.message_bytes
-                    self._pay_message(task.worker)
+                    self._pay_message(task.worker, self.message_bytes)
                     if task.attempt > 1:
                         self.redone += 1
                     else:
-                        self.samples_started += task.samples * task.work.steps
+                        self.samples_started += task.computed
                 case Cancel(id):
                     self._end(id)
                     self.cancelled += 1
@@ -138,12 +140,12 @@ class Meter:
 
     def _step(self, step: Step, now: float) -> None:
         results = [self._held[id] for id in step.weights]
-        weights = [abs(weight) for weight in step.weights.values()]
+        weights = [magnitude(weight) for weight in step.weights.values()]
         known = [
             (w, r.stats["loss"]) for w, r in zip(weights, results, strict=True) if "loss" in r.stats
         ]
         total = sum(weight for weight, _ in known)
-        samples = sum(result.samples for result in results)
+        samples = distinct_samples(results)
         row = {
             "step": self.version + 1,
             "seconds": now,
@@ -200,9 +202,9 @@ class Meter:
         if self.priced:  # and rounding leaves nothing behind once nobody is paid
             self._rate = max(self._rate - self.prices.second(worker), 0.0) if others else 0.0
 
-    def _pay_message(self, worker: WorkerId) -> None:
+    def _pay_message(self, worker: WorkerId, size: int) -> None:
         if self.priced:
-            self.dollars += self.message_bytes * self.prices.byte(worker)
+            self.dollars += size * self.prices.byte(worker)
 
     def _pass_time(self, now: float) -> None:
         self.dollars += (now - self._now) * self._rate
@@ -269,16 +271,27 @@ def sample_fates(journal: Journal) -> list[Stretch]:
                     fates.setdefault(id, ("discarded", 0))
                 case Step(weights):
                     fates.update((id, ("used", seen[id])) for id in weights)
-    last = {(task.draw, task.samples): task for task in tasks.values()}
+    last: dict[tuple[int, int], Task] = {}
+    for task in tasks.values():
+        for place in _places(task):
+            before = last.get(place)
+            # Several compute the same part of a batch; if one is used, it is.
+            if before is None or fates.get(before.id, ("unfinished", 0))[0] != "used":
+                last[place] = task
     stretches: list[Stretch] = []
-    for task in sorted(last.values(), key=lambda task: task.draw):
-        total = task.samples * task.work.steps
+    for (draw, total), task in sorted(last.items(), key=lambda item: item[0]):
         fate, count = fates.get(task.id, ("unfinished", 0))
-        if fate == "used":
-            stretches.append(Stretch(task.id, task.draw, count, "used"))
+        if fate == "used" and task.work.parts is None:
+            stretches.append(Stretch(task.id, draw, count, "used"))
             if count < total:
-                rest = total - count
-                stretches.append(Stretch(task.id, task.draw + count, rest, "cut short"))
+                stretches.append(Stretch(task.id, draw + count, total - count, "cut short"))
         else:
-            stretches.append(Stretch(task.id, task.draw, total, fate))
+            stretches.append(Stretch(task.id, draw, total, fate))
     return stretches
+
+
+def _places(task: Task) -> list[tuple[int, int]]:
+    """Return where in the stream of data the samples of a task are, and how many."""
+    if task.work.parts is None:
+        return [(task.draw, task.samples * task.work.steps)]
+    return [task.part(index) for index in task.work.parts]

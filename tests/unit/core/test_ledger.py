@@ -192,15 +192,17 @@ def test_the_draws_are_consecutive() -> None:
 
 
 def test_a_part_is_drawn_from_alike_by_all_at_one_version() -> None:
+    """Seven samples in three parts: 2 + 2 + 3, from where the version's batch begins."""
     ledger = books("w0", "w1")
-    work = Work(parts={3: 1.0}, samples=5, steps=2)
+    work = Work(parts={2: 1.0, 0: (0.5, 1.0)}, cut=3, samples=7)
     first = [assign(ledger, worker, work) for worker in ("w0", "w1")]
     assert [task.draw for task in first] == [0, 0]
+    assert [first[0].part(index) for index in range(3)] == [(0, 2), (2, 2), (4, 3)]
+    assert first[0].computed == 2 + 3
     finish(ledger, *first)
-    ledger.apply(Step({0: 1.0}))
-    ledger.apply(Step({1: 1.0}))
-    assert assign(ledger, "w0", work).draw == 2 * 5 * 2
-    assert assign(ledger, "w0", Work(parts={3: 1.0})).draw == 2 * 8
+    ledger.apply(Step({0: 1.0, 1: (0.5, 0.5)}))
+    assert ledger.samples == 2 + 3  # those of a part that two have computed count once
+    assert assign(ledger, "w0", work).draw == 8
     assert assign(ledger, "w0").draw == 0  # the shared stream has not moved
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -104,12 +106,33 @@ def test_labels_must_be_minus_one_and_one() -> None:
 
 
 @pytest.mark.parametrize("learner", [LOGISTIC, pl.Quadratic()], ids=["Logistic", "Quadratic"])
-def test_parts_are_refused(learner: pl.Logistic | pl.Quadratic) -> None:
-    with pytest.raises(ValueError, match=r"this problem has shared data alone; use Work\(parts=N"):
-        learner.check(Work(parts={0: 1.0}))
-    with pytest.raises(ValueError, match="shared data alone"):
-        part = Task(0, "w0", Work(parts={0: 1.0}), 0, 0.0, 1, 0)
-        learner.replica(0).compute([np.zeros(5)], part, always)
+def test_parts_with_local_steps_or_a_budget_are_refused(
+    learner: pl.Logistic | pl.Quadratic,
+) -> None:
+    learner.check(Work(parts={0: 1.0}))
+    for work in (Work(parts={0: 1.0}, steps=2), Work(parts={0: 1.0}, budget=1.0)):
+        with pytest.raises(ValueError, match="give them one step and no budget"):
+            learner.check(work)
+
+
+@pytest.mark.parametrize("samples", [6, 7])
+def test_parts_add_up_to_the_batch(samples: int) -> None:
+    """Three parts, even or not: their mean is the gradient of all samples together."""
+    x, replica = RNG.normal(size=FEATURES.shape[1]), LOGISTIC.replica(3)
+    whole = Task(0, "w0", Work(samples=samples), 0, 0.0, samples, 12)
+    parts: dict[int, float | tuple[float, ...]] = dict.fromkeys(range(3), 1 / 3)
+    coded = replace(whole, work=Work(parts, cut=3, samples=samples))
+    expected = replica.compute([x], whole, always)
+    found = replica.compute([x], coded, always)
+    assert found.samples == samples
+    assert found.vector == pytest.approx(expected.vector)
+    assert found.stats["loss"] == pytest.approx(expected.stats["loss"])
+    two = replace(whole, work=Work({1: (1.0, 2.0)}, cut=3, samples=samples))
+    one = replace(whole, work=Work({1: 1.0}, cut=3, samples=samples))
+    message, alone = (replica.compute([x], task, always).vector for task in (two, one))
+    assert message is not None and alone is not None
+    padded = np.append(alone, 0.0) if alone.size % 2 else alone
+    assert message == pytest.approx(padded[0::2] + 2 * padded[1::2])
 
 
 # --- noise ---------------------------------------------------------------------------------------

@@ -114,6 +114,37 @@ def test_the_same_task_gives_the_same_bits_whatever_was_computed_before(
     assert np.array_equal(first.compute([model], task(draw=24), always).vector, expected_vector)
 
 
+def test_a_part_is_the_same_vector_whoever_computes_it_and_with_which_others() -> None:
+    """With dropout, BatchNorm and a buffer that counts: alone, first, or after another part."""
+    recipe = learner(network(nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    length = recipe.message_bytes // 4
+
+    def vector(parts: dict[int, Any], m: int = 1) -> np.ndarray[Any, Any]:
+        work = Work(parts, cut=3, samples=12)
+        found = compute(recipe, Task(0, "w0", work, 0, 0.0, 12, 24))
+        assert found.vector is not None and found.vector.dtype == np.float32
+        assert found.vector.size == -(-length // m)
+        assert found.samples == 4 * len(parts)
+        return found.vector
+
+    alone = vector({1: 1.0})
+    np.testing.assert_array_equal(vector({1: 1.0, 2: 0.0}), alone)
+    np.testing.assert_array_equal(vector({2: 0.0, 1: 1.0}), alone)
+    both = vector({1: (1.0, -2.0), 2: (3.0, 0.5)}, m=2)
+    other, size = vector({2: 1.0}), length // 2
+    for u, (a, b) in enumerate([(1.0, 3.0), (-2.0, 0.5)]):
+        part = a * alone[u::2][:size] + b * other[u::2][:size]
+        both[:size] -= part
+    assert np.abs(both[:size]).max() < 1e-6
+
+
+def test_half_a_part_is_no_result() -> None:
+    recipe = learner(micro_batch=2)
+    coded = Task(0, "w0", Work({0: 1.0, 1: 1.0}, cut=3, samples=12), 0, 0.0, 12, 0)
+    found = recipe.replica(0).compute([recipe.server().vector], coded, lambda done: done < 2)
+    assert found.vector is None and found.samples == 0
+
+
 def test_random_layers_differ_from_draw_to_draw_and_seed_to_seed() -> None:
     """On equal samples only the layers' randomness is left to differ."""
     same = TensorDataset(torch.ones(64, 6), torch.zeros(64, dtype=torch.long))
@@ -573,8 +604,13 @@ def test_a_dataset_may_be_opened_by_a_function_once_in_a_worker() -> None:
     ("work", "told"),
     [
         (
-            Work(parts={0: 1.0}),
-            "TorchLearner draws from the shared data; Work(parts=…) needs a placement",
+            Work(parts={0: 1.0}, steps=2),
+            "parts of a batch are gradients of one model and cannot take local steps; use "
+            "coded(…) without outer=, or local_sgd",
+        ),
+        (
+            Work(parts={0: 1.0}, budget=1.5),
+            "half a part of a batch is of no use: give coded work no budget",
         ),
         (
             Work(steps=3),

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import ray
 
-from paceline.core.protocol import Stat, Task, TaskId, Want
+from paceline.codes.blocks import decoded
+from paceline.core.protocol import Coefficients, Stat, Task, TaskId, Want
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Array, Server, mean_loss
@@ -54,7 +55,7 @@ class Reducer(Protocol):
     def drop(self, task: TaskId, lost: bool = False) -> None:
         """Forget a task and its result; lost: with the worker that was to compute it."""
 
-    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
+    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
         """Take a step along held results. It is reported when the whole model has taken it."""
 
     def publish(self) -> Model:
@@ -101,13 +102,14 @@ class DriverReducer:
         self._expected.pop(task, None)
         self._held.pop(task, None)
 
-    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
+    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
         answers = [self._held[task] if keep else self._held.pop(task) for task in weights]
         vectors: list[Array] = [a.vector for a in answers if a.vector is not None]
         factors = list(weights.values())
         stats = mean_loss(factors, [answer.stats.get("loss") for answer in answers])
         self._published = None
-        self._stepped(stats | self._server.step(factors, vectors, self._wants))
+        plain, sums = decoded(factors, vectors, (0, self._server.layout.size))
+        self._stepped(stats | self._server.step(plain, sums, self._wants))
 
     def publish(self) -> Payload:
         if self._published is None:

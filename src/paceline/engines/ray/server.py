@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import ray
 
-from paceline.core.protocol import Stat
+from paceline.codes.blocks import covering, decoded
+from paceline.core.protocol import Coefficients, Stat
 from paceline.engines.ray.carrier import Carriers, Incoming, ask
-from paceline.engines.ray.worker import Gone, Place, here
+from paceline.engines.ray.worker import Gone, Place, factors_of, here
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
 
 State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
@@ -24,7 +25,7 @@ Done: TypeAlias = tuple[Sums, bool, list[float]]
 Pieces: TypeAlias = Sequence[Sequence[Span]] | None
 """Where in this slice the pieces of each result go; None if each comes as one."""
 Order: TypeAlias = tuple[
-    Sequence[float], Sequence[Stat], Pieces, Sequence[Any], Sequence[str | None], float
+    Sequence[Coefficients], Sequence[Stat], Pieces, Sequence[Any], Sequence[str | None], float
 ]
 """What to add up: weights, wanted statistics, where pieces go, their references, who carries each,
 and the seconds that they may take."""
@@ -35,6 +36,7 @@ class Server:
 
     def __init__(self) -> None:
         self._shard: Shard | None = None
+        self._span: Span = (0, 0)
         self._version = -1
         self._carriers: Carriers = {}
         self._reduced = -1  # the version whose results are added up
@@ -62,7 +64,7 @@ class Server:
             for at, values, (arrays, data) in zip(spans, parts[0::2], parts[1::2], strict=True)
         ]
         shard.load(layout.cut([((at[0], at[1]), part) for at, part in saved], span))
-        self._shard, self._version = shard, version
+        self._shard, self._span, self._version = shard, (span[0], span[1]), version
         state = self._state()
         return (here(), bool(state[0])), shard.vector, state
 
@@ -77,7 +79,8 @@ class Server:
         at a lower priority, and up to twice as late over a slow link.
         """
         shard = self._turn(version)
-        weights, wants, at, refs, nodes, patience = order
+        given, wants, at, refs, nodes, patience = order
+        weights = [factors_of(weight) for weight in given]
         try:
             incoming = Incoming(ask(refs, nodes, self._carriers), patience)
             pieces = list(incoming)
@@ -86,8 +89,12 @@ class Server:
             incoming = Incoming(refs, patience)
             pieces = list(incoming)
         self._seconds = incoming.seconds
-        vectors = pieces if at is None else list(_joined(shard.vector, at, pieces))
-        self._sums = shard.reduce(weights, vectors, frozenset(wants))
+        if at is not None:
+            m = len(weights[0]) if isinstance(weights[0], tuple) else 1
+            start, stop = covering(self._span, m)
+            pieces = list(_joined(np.empty(stop - start, shard.vector.dtype), at, pieces))
+        factors, vectors = decoded(weights, pieces, self._span)
+        self._sums = shard.reduce(factors, vectors, frozenset(wants))
         self._reduced = version
         return self._sums
 

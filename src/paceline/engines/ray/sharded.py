@@ -27,7 +27,8 @@ from typing import Any
 
 import ray
 
-from paceline.core.protocol import Task, TaskId, Want
+from paceline.codes.blocks import covering
+from paceline.core.protocol import Coefficients, Task, TaskId, Want
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
 from paceline.engines.ray.pool import Member, Pool, alive_nodes
@@ -152,7 +153,7 @@ class ShardedReducer:
         if lost and task in self._again:
             self._compute_again(self._again[task])
 
-    def step(self, weights: Mapping[TaskId, float], keep: bool) -> None:
+    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
         results = [self._held[task] if keep else self._held.pop(task) for task in weights]
         factors = list(weights.values())
         stats = mean_loss(factors, [result.loss for result in results])
@@ -294,18 +295,21 @@ class ShardedReducer:
         self, step: Step, slot: Slot
     ) -> tuple[list[list[Span]] | None, list[Any], list[str | None]]:
         """Return where pieces of results go in this slot, the pieces, and who carries them."""
-        start, stop = slot.span
         at: list[list[Span]] = []
         pieces: list[Any] = []
         nodes: list[str | None] = []
+        fitting = True
         for result in step.results:
             at.append([])
-            for (low, high), piece in zip(result.spans, result.slices, strict=True):
-                if low < stop and start < high:
+            m = result.task.work.messages
+            start, stop = covering(slot.span, m)
+            for span, piece in zip(result.spans, result.slices, strict=True):
+                if span[0] < slot.span[1] and slot.span[0] < span[1]:
+                    low, high = covering(span, m)
                     at[-1].append((low - start, high - start))
                     pieces.append(piece)
                     nodes.append(self._carried((low, high), result.node))
-        fitting = all(places == [(0, stop - start)] for places in at)
+            fitting = fitting and at[-1] == [(0, stop - start)]
         return None if fitting else at, pieces, nodes
 
     def _carried(self, span: Span, node: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.protocol import Stat, Task
+from paceline.core.protocol import Coefficients, Stat, Task
 from paceline.engines.ray.worker import Token
 from paceline.learners.base import Recipe, Span, Sums
 
@@ -79,7 +79,7 @@ class Step:
     """A step on its way through the servers. Lists go by slot."""
 
     version: int
-    weights: list[float]
+    weights: list[Coefficients]
     results: list[Result]
     stats: dict[Stat, float]
     model: Version

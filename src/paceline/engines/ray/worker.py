@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import ray
 
-from paceline.core.protocol import Stats, Task, TaskId, Work, WorkerId
+from paceline.codes.blocks import covering
+from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
 from paceline.learners.base import Array, Learner, Outcome, Replica, Span
 
@@ -60,16 +61,18 @@ def pack(token: Token, task: Task) -> Order:
     parts = None if work.parts is None else tuple(work.parts.items())
     return (
         *(tuple(token), task.version, task.since, task.samples, task.draw, task.attempt),
-        *(parts, work.samples, work.steps, work.budget, work.shares, work.tag),
+        *(parts, work.cut, work.samples, work.steps, work.budget, work.shares, work.tag),
     )
 
 
 def unpack(order: Order) -> tuple[Token, Task]:
     """Invert `pack`; lists are what Ray makes of tuples."""
-    name, version, since, samples, draw, attempt, parts, asked, steps, budget, shares, tag = order
+    name, version, since, samples, draw, attempt, parts, cut, *rest = order
+    asked, steps, budget, shares, tag = rest
     token = Token(*name)
     work = Work(
-        None if parts is None else dict(parts),
+        None if parts is None else {part: factors_of(factors) for part, factors in parts},
+        cut,
         asked,
         steps,
         budget,
@@ -78,6 +81,11 @@ def unpack(order: Order) -> tuple[Token, Task]:
     )
     task = Task(token.task, token.worker, work, version, since, samples, draw, attempt)
     return token, task
+
+
+def factors_of(received: Any) -> Coefficients:
+    """Return a factor or several as they were sent; lists are what Ray makes of tuples."""
+    return tuple(received) if isinstance(received, list) else received
 
 
 def read(reply: Reply) -> Answer:
@@ -165,7 +173,8 @@ class Worker:
                 del self._models[old]
         seconds = time.monotonic() - begin - incoming.waited
         vector = outcome.vector
-        slices = (None if vector is None else vector[start:stop] for start, stop in spans)
+        needed = [covering(span, task.work.messages) for span in spans]
+        slices = (None if vector is None else vector[start:stop] for start, stop in needed)
         return _reply(token, Outcome(None, outcome.samples, outcome.stats), seconds), *slices
 
     def _compute(

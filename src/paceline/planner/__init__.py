@@ -1,0 +1,1 @@
+"""Says before a run what is likely to pay, by simulating it."""

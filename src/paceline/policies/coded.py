@@ -1,0 +1,319 @@
+"""Step as soon as the answers at hand decode to the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from paceline.codes.base import Code, Collector, NotDecodable
+from paceline.codes.hybrid import hybrid
+from paceline.core.protocol import (
+    Assign,
+    Cancel,
+    Coefficients,
+    Command,
+    Discard,
+    Event,
+    Finished,
+    Left,
+    Step,
+    TaskId,
+    View,
+    Want,
+    Work,
+    WorkerId,
+)
+
+_NOISE = 1e-4  # of the sketches' size, by which rounding alone may make them differ
+
+
+@dataclass
+class Coded:
+    """Gives each worker a row of a gradient code: some parts of the batch, which others have too.
+
+    The batch is cut into as many parts as the code has. All who have a part compute it on the same
+    samples; each sends one combination of its parts, m times shorter than the model. The step
+    is taken when what has come decodes, and the rest is cancelled. Every step uses the whole
+    batch, so that the trajectory is that of `sync`, up to rounding.
+
+    code: for as many workers as it has rows; or what makes one for a number of workers, and then
+        it is made anew for those who are there when others have been away for `patience` steps.
+    wait: answers after which an approximate code decodes; an exact one tells when it can.
+    verify: answers beyond those that decode in any case: 1 shows that some worker returned a wrong
+        gradient, and the step fails; 2 tell which one, whose result is then left out, and who is
+        counted in `suspects`. No more than the code's stragglers.
+
+    The row of a worker that left goes to one who has none. Where there is none and the others are
+    not enough, one that has answered takes it as well.
+    """
+
+    code: Code | Callable[[int], Code]
+    wait: int | None = None
+    verify: int = 0
+    patience: int = 5
+    suspects: dict[WorkerId, int] = field(default_factory=dict, init=False)
+    _made: Code | None = field(default=None, init=False, repr=False)
+    _collector: Collector | None = field(default=None, init=False, repr=False)
+    _seats: dict[WorkerId, int] = field(default_factory=dict, init=False, repr=False)
+    _vacant: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # since version
+    _round: int = field(default=-1, init=False, repr=False)
+    _answers: dict[int, TaskId] = field(default_factory=dict, init=False, repr=False)
+    _open: dict[int, None] = field(default_factory=dict, init=False, repr=False)  # to be given out
+    _short: bool = field(default=False, init=False, repr=False)  # more are away than may be
+    _resumed: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def wants(self) -> frozenset[Want]:
+        return frozenset({"sketch"} if self.verify else ())
+
+    def check(self, workers: int, batch: int) -> None:
+        """Refuse what cannot work with so many workers and such a batch."""
+        code = self.code(workers) if callable(self.code) else self.code
+        if code.n != workers:
+            raise ValueError(
+                f"the code has {code.n} rows and this engine {workers} workers; make it for "
+                f"{workers}, or give Coded a function that makes one for any number"
+            )
+        if batch < code.parts:
+            raise ValueError(
+                f"batch_size={batch} cannot be cut into {code.parts} parts; use at least that many"
+            )
+        if not code.exact and self.wait is None:
+            raise ValueError(
+                "an approximate code decodes whatever has come; say after how many answers: "
+                f"Coded(code, wait={workers - code.stragglers})"
+            )
+        if not 0 <= self.verify <= code.stragglers:
+            raise ValueError(
+                f"verify={self.verify}: this code bears {code.stragglers} stragglers, and waits "
+                "for so many answers more at the most"
+            )
+
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        if self._resumed:
+            self._compare(view)
+        if isinstance(event, Left) and event.worker in self._seats:
+            self._vacate(view, event.worker)
+        if isinstance(event, Finished):
+            yield from self._take(view, event.task)
+        if not view.workers:
+            return
+        self._begin(view)
+        if self._is_ready():
+            yield Step(self._weights(view))
+            for id in list(view.held):
+                yield Discard(id)
+            for id in list(view.running):
+                yield Cancel(id)
+            self._begin(view)
+        yield from self._hand_out(view)
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def _take(self, view: View, id: TaskId) -> Iterator[Command]:
+        result = view.held[id]
+        row = result.task.work.tag
+        assert isinstance(row, int) and self._collector is not None
+        if view.delay(result) or not result.samples or row in self._answers:
+            yield Discard(id)
+            if not view.delay(result) and row not in self._answers:
+                self._open[row] = None  # nothing came of it
+            return
+        self._answers[row] = id
+        self._collector.add(row)
+
+    def _is_ready(self) -> bool:
+        assert self._made is not None and self._collector is not None
+        if self.wait is not None:
+            return len(self._answers) >= max(min(self.wait, len(self._seats)), 1)
+        enough = self._made.n - self._made.stragglers + self.verify if self.verify else 0
+        return self._collector.ready and len(self._answers) >= min(enough, len(self._seats))
+
+    def _weights(self, view: View) -> dict[TaskId, Coefficients]:
+        """Return the decoder's coefficients, which make the mean over parts of their sum."""
+        assert self._made is not None
+        rows = dict.fromkeys(sorted(self._answers))  # sums do not depend on who was first
+        if self.verify:
+            for row in self._wrong(view):
+                worker = view.held[self._answers[row]].task.worker
+                self.suspects[worker] = self.suspects.get(worker, 0) + 1
+                del rows[row]
+        parts = self._made.parts
+        return {
+            self._answers[row]: tuple(weight / parts for weight in weights)
+            for row, weights in sorted(self._made.decode(rows).items())
+        }
+
+    def _wrong(self, view: View) -> list[int]:
+        """Return the row that contradicts the others, if any does."""
+        code, rows = self._made, sorted(self._answers)
+        assert code is not None
+        sketches = {row: view.held[self._answers[row]].stats["sketch"] for row in rows}
+        noise = _NOISE * max(abs(value) for value in sketches.values())
+
+        def total(leaving_out: tuple[int, ...]) -> tuple[float, ...] | None:
+            """Return the sketch of each block of the sum, from the others."""
+            try:
+                decoder = code.decode([row for row in rows if row not in leaving_out])
+            except NotDecodable:
+                return None
+            pairs = [(weights, sketches[row]) for row, weights in decoder.items()]
+            return tuple(sum(w[u] * s for w, s in pairs) for u in range(code.messages))
+
+        def agree(totals: list[tuple[float, ...] | None]) -> bool:
+            known = [each for each in totals if each is not None]
+            return all(max(block) - min(block) <= noise for block in zip(*known, strict=True))
+
+        if agree([total(()), *(total((row,)) for row in rows)]):
+            return []
+        alone = [
+            row
+            for row in rows
+            if agree([total((row,)), *(total((row, other)) for other in rows if other != row)])
+        ]
+        if len(alone) != 1:
+            raise WrongGradients(
+                f"the answers of step {view.version + 1} contradict each other, and "
+                f"{len(alone) or 'more than one'} of them may be wrong; verify=2 and a code with "
+                "more stragglers tell one wrong worker from the others"
+            )
+        return alone
+
+    def _collect(self) -> None:
+        """Count the answers that there are."""
+        if self._made is not None:
+            self._collector = self._made.collector()
+            for row in self._answers:
+                self._collector.add(row)
+
+    def _compare(self, view: View) -> None:
+        """After a resume, hold what is known against the books: an engine may have begun anew."""
+        self._resumed = False
+        for worker in [worker for worker in self._seats if worker not in view.workers]:
+            self._vacate(view, worker)
+        self._answers = {row: id for row, id in self._answers.items() if id in view.held}
+        self._collect()
+        if self._made is not None:
+            self._look_around(view)
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def _begin(self, view: View) -> None:
+        """At a new version start a round; seat whom a row is free for."""
+        if self._round != view.version:
+            away = any(view.version - since >= self.patience for since in self._vacant.values())
+            spare = not self._vacant and len(view.workers) > len(self._seats)
+            if self._made is None or (callable(self.code) and (away or spare)):
+                self._make(view)
+            assert self._made is not None
+            self._round, self._answers = view.version, {}
+            self._collect()
+            self._look_around(view)
+        self._seat(view)
+
+    def _make(self, view: View) -> None:
+        """Make the code for those who are there, and seat everyone anew."""
+        self._made = self.code(len(view.workers)) if callable(self.code) else self.code
+        self._seats, self._vacant = {}, dict.fromkeys(range(self._made.n), view.version)
+
+    def _seat(self, view: View) -> None:
+        if self._vacant and len(self._seats) < len(view.workers):
+            for worker in view.workers:
+                if worker not in self._seats and self._vacant:
+                    row = min(self._vacant)
+                    del self._vacant[row]
+                    self._seats[worker] = row
+            self._look_around(view)
+
+    def _vacate(self, view: View, worker: WorkerId) -> None:
+        self._vacant[self._seats.pop(worker)] = view.version
+        self._look_around(view)
+
+    def _look_around(self, view: View) -> None:
+        """See what has to be given out: the rows of all who are there, and if these are not enough,
+        vacant ones too."""
+        assert self._made is not None
+        watch = self._made.collector()
+        there = [*self._seats.values(), *(row for row in self._answers if row in self._vacant)]
+        self._short = bool(self._vacant) and not any([watch.add(row) for row in there])
+        tasks = [*view.running.values(), *(result.task for result in view.held.values())]
+        given = {task.work.tag for task in tasks if not view.delay(task)}
+        rows = sorted([*self._seats.values(), *(self._vacant if self._short else ())])
+        self._open = {row: None for row in rows if row not in given}
+
+    def _hand_out(self, view: View) -> Iterator[Command]:
+        if not self._open:
+            return
+        holders = {row: worker for worker, row in self._seats.items()}
+        for row in list(self._open):
+            assert self._made is not None
+            if not self._made.row(row):  # too slow for any part
+                del self._open[row]
+                continue
+            worker = holders.get(row)
+            if worker is None:  # vacant: whoever has nothing to do
+                worker = next((w for w in view.idle if self._seats.get(w) not in self._open), None)
+            if worker is not None and worker in view.idle:
+                del self._open[row]
+                yield self._assign(view, worker, row)
+
+    def _assign(self, view: View, worker: WorkerId, row: int) -> Assign:
+        assert self._made is not None
+        parts = self._made.row(row)
+        return Assign(worker, Work(parts, self._made.parts, view.batch, tag=row))
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "n": None if self._made is None else self._made.n,
+            "suspects": self.suspects,
+            "seats": self._seats,
+            "vacant": self._vacant,
+            "round": self._round,
+            "answers": self._answers,
+            "open": list(self._open),
+            "short": self._short,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        n = state["n"]
+        self._made = None if n is None else self.code(n) if callable(self.code) else self.code
+        self.suspects, self._seats, self._vacant = (
+            state["suspects"],
+            state["seats"],
+            state["vacant"],
+        )
+        self._round, self._answers, self._short = state["round"], state["answers"], state["short"]
+        self._open = dict.fromkeys(state["open"])
+        self._resumed = True
+        self._collect()
+
+
+class WrongGradients(RuntimeError):
+    """Workers that computed the same have different results."""
+
+
+def code_for(n: int, stragglers: int, messages: int) -> Code:
+    """Return an exact code for n workers; for fewer than it needs, one that bears less."""
+    d = min(stragglers + messages, n)
+    return hybrid(n, d, min(messages, d))
+
+
+def coded(stragglers: int = 1, messages: int = 1, verify: int = 0) -> Coded:
+    """Take every step on the whole batch, whichever `stragglers` workers are missing.
+
+    Gradient coding (Tandon et al., 2017, arXiv 1612.03301; with messages shorter than the model,
+    Ye and Abbe, 2018, arXiv 1802.03475; from any linear code, Kadhe, Koyluoglu and Ramchandran,
+    2020, arXiv 2005.07184). Each worker computes d = stragglers + messages parts, d times as much
+    as under `sync`, and sends 1/messages of the model's size.
+    verify: as in `Coded`.
+    """
+    if stragglers < 0 or messages < 1:
+        raise ValueError(
+            f"stragglers={stragglers}, messages={messages}: use stragglers >= 0, messages >= 1"
+        )
+    make = partial(code_for, stragglers=stragglers, messages=messages)
+    return Coded(make, verify=verify)
