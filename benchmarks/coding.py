@@ -549,7 +549,7 @@ def drive(address: str, megabytes: float, passes: int, steps: int, quick: bool) 
     model = nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
     optimizer = partial(torch.optim.SGD, lr=0.01)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    with pl.Ray(RAY_WORKERS, cpus=1, timeout=300, servers="driver") as engine:
+    with pl.Ray(RAY_WORKERS, cpus=0.5, timeout=300, servers="driver") as engine:
         for _ in range(passes):
             for name, policy in ray_arms().items():
                 if quick and name not in ("sync", "ours, d=2, m=2", "ours, d=3, m=2"):
