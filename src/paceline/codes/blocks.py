@@ -156,13 +156,19 @@ def decoded(
 
 
 def sketch(message: Array, rng: np.random.Generator) -> float:
-    """Return a number that stands for a message, and adds up as messages do: a sum with signs.
+    """Return a number that stands for a message, and adds up as messages do: its product with a
+    random vector.
 
-    Messages that contradict each other have sketches that do, unless by a rare chance.
+    Messages that contradict each other have sketches that do. The vector is a stretch of 1,024
+    normal numbers, repeated with a sign for each time.
     """
-    size = 1024
-    whole = message.size // size
-    sums = message[: whole * size].reshape(whole, size).sum(axis=1, dtype=np.float64)
-    signs = rng.choice([-1.0, 1.0], whole + 1)
-    rest = message[whole * size :].sum(dtype=np.float64)
-    return float(sums @ signs[:-1] + rest * signs[-1])
+    size, total = 1024, 0.0
+    pattern = rng.standard_normal(size)
+    for low in range(0, message.size, size * size):
+        piece = message[low : low + size * size]
+        whole = piece.size // size
+        signs = rng.choice([-1.0, 1.0], whole + 1)
+        rest = piece[whole * size :]
+        total += float(piece[: whole * size].reshape(whole, size) @ pattern @ signs[:-1])
+        total += float(rest @ pattern[: rest.size] * signs[-1])
+    return total

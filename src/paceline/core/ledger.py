@@ -169,7 +169,8 @@ class Ledger:
         """Count everyone as gone and all unused work as lost, as after a restart."""
         unused = [*(result.task for result in self.held.values()), *self.running.values()]
         for task in sorted(unused, key=lambda task: task.id):  # no worker's death: no attempt
-            self.lost[task.id] = replace(task, attempt=task.attempt - 1)
+            if task.work.parts is None:
+                self.lost[task.id] = replace(task, attempt=task.attempt - 1)
         for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
             book.clear()
         for index in (self.timers, self._results, self._tasks, self._by_version):
@@ -239,7 +240,8 @@ class Ledger:
 
     def _lose(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
-            if task.attempt < MAX_ATTEMPTS:
+            # Parts of a batch are of use at one version only, and others have them too.
+            if task.attempt < MAX_ATTEMPTS and task.work.parts is None:
                 self.lost[task.id] = task
 
     def _release(self, id: TaskId) -> None:

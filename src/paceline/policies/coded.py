@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from typing import Any
 
 from paceline.codes.base import Code, Collector, NotDecodable
@@ -43,7 +44,8 @@ class Coded:
     wait: answers after which an approximate code decodes; an exact one tells when it can.
     verify: answers beyond those that decode in any case: 1 shows that some worker returned a wrong
         gradient, and the step fails; 2 tell which one, whose result is then left out, and who is
-        counted in `suspects`. No more than the code's stragglers.
+        counted in `suspects`. No more than the code's stragglers. It takes n decodings a step:
+        for some hundred workers at the most.
 
     The row of a worker that left goes to one who has none. Where there is none and the others are
     not enough, one that has answered takes it as well.
@@ -63,6 +65,8 @@ class Coded:
     _open: dict[int, None] = field(default_factory=dict, init=False, repr=False)  # to be given out
     _short: bool = field(default=False, init=False, repr=False)  # more are away than may be
     _resumed: bool = field(default=False, init=False, repr=False)
+    _idle: frozenset[int] = field(default=frozenset(), init=False, repr=False)  # rows of no part
+    _seated: int = field(default=0, init=False, repr=False)  # of the other rows
 
     @property
     def wants(self) -> frozenset[Want]:
@@ -84,6 +88,11 @@ class Coded:
             raise ValueError(
                 "an approximate code decodes whatever has come; say after how many answers: "
                 f"Coded(code, wait={workers - code.stragglers})"
+            )
+        if self.verify and (not code.exact or self.wait is not None):
+            raise ValueError(
+                f"verify={self.verify}: estimates differ without anybody being wrong; use an "
+                "exact code, and no wait="
             )
         if not 0 <= self.verify <= code.stragglers:
             raise ValueError(
@@ -127,9 +136,16 @@ class Coded:
     def _is_ready(self) -> bool:
         assert self._made is not None and self._collector is not None
         if self.wait is not None:
-            return len(self._answers) >= max(min(self.wait, len(self._seats)), 1)
-        enough = self._made.n - self._made.stragglers + self.verify if self.verify else 0
-        return self._collector.ready and len(self._answers) >= min(enough, len(self._seats))
+            return len(self._answers) >= max(min(self.wait, self._seated), 1)
+        return self._collector.ready and len(self._answers) >= self._enough()
+
+    def _enough(self) -> int:
+        """Return the answers that tell a wrong one, whoever is missing."""
+        assert self._made is not None
+        if not self.verify:
+            return 0
+        working = self._made.n - len(self._idle)
+        return min(working - self._made.stragglers + self.verify, working)
 
     def _weights(self, view: View) -> dict[TaskId, Coefficients]:
         """Return the decoder's coefficients, which make the mean over parts of their sum."""
@@ -151,6 +167,8 @@ class Coded:
         code, rows = self._made, sorted(self._answers)
         assert code is not None
         sketches = {row: view.held[self._answers[row]].stats["sketch"] for row in rows}
+        if broken := [row for row in rows if not isfinite(sketches[row])]:
+            return broken
         noise = _NOISE * max(abs(value) for value in sketches.values())
 
         def total(leaving_out: tuple[int, ...]) -> tuple[float, ...] | None:
@@ -192,7 +210,7 @@ class Coded:
         """After a resume, hold what is known against the books: an engine may have begun anew."""
         self._resumed = False
         for worker in [worker for worker in self._seats if worker not in view.workers]:
-            self._vacate(view, worker)
+            self._vacant[self._seats.pop(worker)] = view.version
         self._answers = {row: id for row, id in self._answers.items() if id in view.held}
         self._collect()
         if self._made is not None:
@@ -215,8 +233,13 @@ class Coded:
 
     def _make(self, view: View) -> None:
         """Make the code for those who are there, and seat everyone anew."""
-        self._made = self.code(len(view.workers)) if callable(self.code) else self.code
+        self._take_code(len(view.workers))
+        assert self._made is not None
         self._seats, self._vacant = {}, dict.fromkeys(range(self._made.n), view.version)
+
+    def _take_code(self, n: int) -> None:
+        code = self._made = self.code(n) if callable(self.code) else self.code
+        self._idle = frozenset(row for row in range(code.n) if not code.row(row))
 
     def _seat(self, view: View) -> None:
         if self._vacant and len(self._seats) < len(view.workers):
@@ -237,7 +260,10 @@ class Coded:
         assert self._made is not None
         watch = self._made.collector()
         there = [*self._seats.values(), *(row for row in self._answers if row in self._vacant)]
-        self._short = bool(self._vacant) and not any([watch.add(row) for row in there])
+        working = [row for row in there if row not in self._idle]
+        decodes = any([watch.add(row) for row in working])
+        self._short = bool(self._vacant) and not (decodes and len(working) >= self._enough())
+        self._seated = sum(row not in self._idle for row in self._seats.values())
         tasks = [*view.running.values(), *(result.task for result in view.held.values())]
         given = {task.work.tag for task in tasks if not view.delay(task)}
         rows = sorted([*self._seats.values(), *(self._vacant if self._short else ())])
@@ -248,8 +274,7 @@ class Coded:
             return
         holders = {row: worker for worker, row in self._seats.items()}
         for row in list(self._open):
-            assert self._made is not None
-            if not self._made.row(row):  # too slow for any part
+            if row in self._idle:  # too slow for any part
                 del self._open[row]
                 continue
             worker = holders.get(row)
@@ -280,7 +305,8 @@ class Coded:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         n = state["n"]
-        self._made = None if n is None else self.code(n) if callable(self.code) else self.code
+        if n is not None:
+            self._take_code(n)
         self.suspects, self._seats, self._vacant = (
             state["suspects"],
             state["seats"],

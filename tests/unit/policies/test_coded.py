@@ -7,10 +7,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.codes.approximate import Replicated, graph
 from paceline.codes.base import Code
+from paceline.codes.blocks import sketch
 from paceline.codes.dual import by_speed
 from paceline.codes.generators import best, repetition
 from paceline.codes.groups import Grouped
@@ -280,6 +283,64 @@ class _BrokenReplica:
         return outcome
 
 
+def test_a_gradient_in_another_order_is_wrong_too() -> None:
+    """Its plain sum would be the same."""
+    message = np.arange(13.0)
+    one, other = (sketch(m, np.random.default_rng(3)) for m in (message, message[::-1].copy()))
+    assert one != pytest.approx(other)
+
+
+def test_healthy_workers_are_not_suspected_though_gradients_add_up_to_zero() -> None:
+    """The gradients of a softmax over classes do; what is left of a plain sum is rounding."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 20, generator=generator)
+    data = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
+    model = torch.nn.Linear(20, 5)
+
+    def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    learner = pl.TorchLearner(model, loss, partial(torch.optim.SGD, lr=0.1), data, 20)
+    for verify in (1, 2):
+        policy = pl.coded(2, 1, verify=verify)
+        run = pl.Trainer(learner, policy, pl.Simulator(5), progress=False).fit(steps=10)
+        assert isinstance(run.learned, pl.Coded) and run.learned.suspects == {}
+
+
+def test_who_returns_no_number_is_named() -> None:
+    for row in range(3):
+        policy = pl.Coded(Grouped(3, repetition(3)), verify=2)
+        coordinator = answered(policy, 3, {0: 5.0, 1: 5.0, 2: 5.0} | {row: float("nan")})
+        assert coordinator.policy.inner.suspects == {f"w{row}": 1}  # type: ignore[attr-defined]
+
+
+def test_rows_without_parts_are_not_waited_for() -> None:
+    code = by_speed((0.01, 5.0, 5.0, 5.0, 5.0), 10, 1, 2)
+    assert not code.row(0)
+    run = fit(pl.Coded(code, verify=1), pl.Simulator(5), 20, steps=5)
+    assert run.steps == 5
+
+
+def test_what_is_verified_stays_so_while_one_is_away() -> None:
+    """The one who is left of a group computes the other's row as well."""
+    policy = pl.Coded(Grouped(4, repetition(2)), verify=1)
+    schedule = [(0.5, pl.Left("w0"))]
+    run = fit(policy, pl.Simulator(4, pl.Fixed(1.0), schedule=schedule), 8, steps=5)
+    rows = [task.work.tag for task in started(run.journal) if task.version == 2]
+    assert sorted(map(str, rows)) == ["0", "1", "2", "3"]
+
+
+def test_nothing_is_kept_of_parts_that_were_lost() -> None:
+    script: list[tuple[float, Event | Done]] = [*joined(4)]
+    for turn in range(20):
+        script += [(1.0 + turn, Left("w0")), (1.5 + turn, Joined("w0"))]
+    coordinator = Coordinator(pl.MinWorkers(4, pl.coded(1, 1)), 8)
+    for now, event in script:
+        assert not isinstance(event, Done)
+        coordinator.handle(now, event)
+    assert not coordinator.ledger.lost
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -296,6 +357,10 @@ class _BrokenReplica:
             r"decodes whatever has come; say after how many answers: Coded\(code, wait=5\)",
         ),
         (pl.coded(1, 1, verify=2), "verify=2: this code bears 1 stragglers"),
+        (
+            pl.Coded(graph(6, 2, 1), wait=5, verify=1),
+            "estimates differ without anybody being wrong; use an exact code, and no wait=",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(policy: pl.Coded, told: str | None) -> None:
