@@ -103,6 +103,16 @@ class Prices:
             plain = {w: float(price) for w, price in given.items()} if by_worker else float(given)
             object.__setattr__(self, name, plain)
 
+    @property
+    def charges_hours(self) -> bool:
+        """Whether any worker's hour costs something."""
+        return _any_above_zero(self.per_hour)
+
+    @property
+    def charges_bytes(self) -> bool:
+        """Whether any worker's messages cost something."""
+        return _any_above_zero(self.per_gigabyte)
+
     def second(self, worker: WorkerId) -> float:
         """Return the price of a second of a worker."""
         return _price(self.per_hour, worker, "per_hour") / 3600
@@ -110,6 +120,10 @@ class Prices:
     def byte(self, worker: WorkerId) -> float:
         """Return the price of a byte to or from a worker."""
         return _price(self.per_gigabyte, worker, "per_gigabyte") / 1e9
+
+
+def _any_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
+    return any(prices.values()) if isinstance(prices, Mapping) else prices > 0
 
 
 def _price(prices: float | Mapping[WorkerId, float], worker: WorkerId, name: str) -> float:

@@ -168,7 +168,8 @@ class Coded:
         assert code is not None
         sketches = {row: view.held[self._answers[row]].stats["sketch"] for row in rows}
         if broken := [row for row in rows if not isfinite(sketches[row])]:
-            return broken
+            # If nearly all are, training itself has diverged, which the loss will tell.
+            return broken if len(broken) <= self.verify else []
         noise = _NOISE * max(abs(value) for value in sketches.values())
 
         def total(leaving_out: tuple[int, ...]) -> tuple[float, ...] | None:
@@ -299,8 +300,6 @@ class Coded:
             "vacant": self._vacant,
             "round": self._round,
             "answers": self._answers,
-            "open": list(self._open),
-            "short": self._short,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,9 +311,8 @@ class Coded:
             state["seats"],
             state["vacant"],
         )
-        self._round, self._answers, self._short = state["round"], state["answers"], state["short"]
-        self._open = dict.fromkeys(state["open"])
-        self._resumed = True
+        self._round, self._answers = state["round"], state["answers"]
+        self._resumed = True  # the rest is found by looking around
         self._collect()
 
 

@@ -39,7 +39,7 @@ class Selector(Protocol):
     def choose(
         self, view: View, candidates: Collection[WorkerId], wanted: int
     ) -> Mapping[WorkerId, int]:
-        """Return the shares for each who gets a task. `wanted` are missing; more are spares."""
+        """Return the shares for each who gets a task, `wanted` in all; what is more is cut off."""
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         """Take in what happened, and what is about to be cancelled."""
@@ -158,8 +158,7 @@ class Bandit(Learned):
                 "minimize='dollars' with Prices(idle=True): who is paid while idle costs the same "
                 "chosen or not, so that the quickest are the cheapest; use minimize='time'"
             )
-        per_byte = prices.per_gigabyte if message_bytes else 0.0
-        if not any(map(_is_a_price, (prices.per_hour, per_byte))):
+        if not (prices.charges_hours or (message_bytes and prices.charges_bytes)):
             raise ValueError(
                 "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…)) some"
             )
@@ -238,7 +237,3 @@ def allocate(seconds: Sequence[float], shares: int) -> list[int]:
         given[i] += 1
         heapq.heapreplace(queue, ((given[i] + 1) * seconds[i], i))
     return given
-
-
-def _is_a_price(prices: float | Mapping[WorkerId, float]) -> bool:
-    return any(prices.values()) if isinstance(prices, Mapping) else prices > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import Literal, TypeAlias
@@ -84,8 +83,7 @@ class Meter:
     _held: dict[TaskId, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        prices = self.prices
-        self.priced = any(map(_is_above_zero, (prices.per_hour, prices.per_gigabyte)))
+        self.priced = self.prices.charges_hours or self.prices.charges_bytes
 
     @classmethod
     def begin(cls, header: Header) -> Meter:
@@ -230,10 +228,6 @@ class Meter:
         response to it appears in the next row.
         """
         return {name: np.array(values) for name, values in self.columns.items()}
-
-
-def _is_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
-    return any(prices.values()) if isinstance(prices, Mapping) else prices > 0
 
 
 def _books(header: Header) -> Ledger:

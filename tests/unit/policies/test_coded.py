@@ -314,6 +314,15 @@ def test_who_returns_no_number_is_named() -> None:
         assert coordinator.policy.inner.suspects == {f"w{row}": 1}  # type: ignore[attr-defined]
 
 
+def test_where_all_are_without_a_number_nobody_is_blamed() -> None:
+    """Training has diverged: the step is taken, and its loss ends the run."""
+    coordinator = answered(
+        pl.Coded(Grouped(3, repetition(3)), verify=2), 3, dict.fromkeys(range(3), float("nan"))
+    )
+    assert coordinator.policy.inner.suspects == {}  # type: ignore[attr-defined]
+    assert coordinator.ledger.version == 1
+
+
 def test_rows_without_parts_are_not_waited_for() -> None:
     code = by_speed((0.01, 5.0, 5.0, 5.0, 5.0), 10, 1, 2)
     assert not code.row(0)
