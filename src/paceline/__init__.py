@@ -11,7 +11,8 @@ from paceline.core.coordinator import Coordinator, StalledError, replay
 from paceline.core.journal import Journal
 from paceline.core.ledger import PolicyError
 from paceline.core.protocol import Joined, Left, Prices, Work
-from paceline.delays.compound import Bursts, Mixture, PerWorker, Scaled
+from paceline.data import partition
+from paceline.delays.compound import Bursts, Changed, Mixture, PerWorker, Scaled
 from paceline.delays.models import (
     Erlang,
     Exponential,
@@ -53,6 +54,8 @@ from paceline.policies.named import (
     ringmaster,
     sync,
 )
+from paceline.policies.placed import Placed
+from paceline.policies.placement import BySpeed
 from paceline.policies.selectors import Allocate, Bandit
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.trainer import Run, Trainer
@@ -80,7 +83,9 @@ __all__ = [
     "Bandit",
     "Bounded",
     "Bursts",
+    "BySpeed",
     "Callback",
+    "Changed",
     "CheckpointError",
     "Checkpoints",
     "ClipNorm",
@@ -106,6 +111,7 @@ __all__ = [
     "Mixture",
     "Pareto",
     "PerWorker",
+    "Placed",
     "PolicyError",
     "Prices",
     "Progress",
@@ -138,6 +144,7 @@ __all__ = [
     "k_sync",
     "local_sgd",
     "mean",
+    "partition",
     "rennala",
     "replay",
     "ringmaster",

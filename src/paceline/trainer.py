@@ -25,10 +25,12 @@ from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work
 from paceline.core.state import describe, load_state, save_state
+from paceline.data.partition.base import Partition
 from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
+from paceline.policies.placement import Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
 from paceline.report.text import summary
@@ -75,6 +77,8 @@ class Trainer:
     journal: a file for the journal, kept in memory otherwise.
     progress: whether to show a progress line.
     prices: what hours and bytes cost, for all workers alike or for each of w0, w1, …
+    placement: how the batch is shared out and where the data live: `BySpeed()`, `Placed(tiles)`;
+        by default all get equal shares, of data that all can read.
     """
 
     def __init__(
@@ -90,7 +94,11 @@ class Trainer:
         journal: Path | str | None = None,
         progress: bool = True,
         prices: Prices | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        if placement is not None:
+            policy = _placed(policy, placement, engine.size)
+        self._tiles = _tiles(policy, learner)
         self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
         self._min_workers = engine.size if min_workers is None else min_workers
         if not 1 <= self._min_workers <= engine.size:
@@ -135,6 +143,7 @@ class Trainer:
             coordinator.ledger.now,
             coordinator.ledger.version,
             self._min_workers,
+            self._tiles,
         )
         save_state(coordinator.policy)  # what cannot be saved is told now, not after hours
         ended = _Reason()
@@ -221,7 +230,8 @@ class Trainer:
         path = self._journal_path
         if path is not None:
             path = _unused(Path(path), None if snapshot is None else snapshot.step)
-        header = Header(describe(policy), batch, about, state, size, prices)
+        tiles = () if self._tiles is None else tuple(self._tiles.sizes.tolist())
+        header = Header(describe(policy), batch, about, state, size, prices, tiles)
         coordinator.journal = Journal(header, path)
         return coordinator
 
@@ -328,6 +338,32 @@ def _check(policy: Policy, learner: Learner, workers: int) -> None:
         learner.check(work)
     if inner := getattr(policy, "inner", None):
         _check(inner, learner, workers)
+
+
+def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:
+    """Return a policy whose tasks are sized and placed so."""
+    if (inner := getattr(policy, "inner", None)) is not None:
+        return replace(policy, inner=_placed(inner, placement, workers))  # type: ignore[type-var]
+    if not hasattr(policy, "placement"):
+        raise ValueError(
+            f"{describe(policy)} decides itself what everyone computes, and takes no placement; "
+            "leave placement= out, or use a policy of Gather's, such as sync, k_sync or bandit"
+        )
+    if for_workers := getattr(placement, "for_workers", None):
+        placement = for_workers([f"w{i}" for i in range(workers)])
+    return replace(policy, placement=placement)  # type: ignore[type-var]
+
+
+def _tiles(policy: Policy, learner: Learner) -> Partition | None:
+    """Return how a policy's data are cut, if they are those of the learner."""
+    tiles: Partition | None = getattr(getattr(_innermost(policy), "placement", None), "tiles", None)
+    if tiles is not None and len(tiles) != learner.examples:
+        raise ValueError(
+            f"the tiles are of {len(tiles)} samples, and this learner has "
+            f"{'no dataset' if learner.examples is None else f'{learner.examples} samples'}; "
+            "cut the data that is trained on"
+        )
+    return tiles
 
 
 def _innermost(policy: Policy) -> Policy:

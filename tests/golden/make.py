@@ -14,6 +14,7 @@ from paceline.core.coordinator import run
 from paceline.core.journal import Header
 from paceline.core.protocol import MAIN, Policy
 from paceline.core.state import describe
+from paceline.data.partition.base import Partition
 from paceline.engines.base import Job
 from paceline.learners.base import Learner
 
@@ -40,6 +41,8 @@ class Case:
 
 QUADRATIC = pl.Quadratic((1.0, 0.25), noise=0.1, batch_size=8)
 
+TILES = Partition([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5])
+
 CASES: dict[str, Case] = {
     "sync": Case(lambda: pl.MinWorkers(3, pl.sync()), 5, QUADRATIC),
     "sync_of_n": Case(lambda: pl.sync(4), 4),
@@ -62,6 +65,13 @@ CASES: dict[str, Case] = {
         lambda: pl.MinWorkers(3, pl.bandit(1, 1, index=pl.Thompson(), discount=0.9)), 8
     ),
     "ata": Case(lambda: pl.MinWorkers(3, pl.ata(6)), 6, QUADRATIC),
+    "by_speed": Case(lambda: pl.MinWorkers(3, pl.Gather(placement=pl.BySpeed())), 6),
+    "k_sync_of_tiles": Case(
+        lambda: pl.MinWorkers(3, pl.Gather(2, placement=pl.Placed(TILES, bound=1.0))), 10
+    ),
+    "tiles_that_stay": Case(
+        lambda: pl.MinWorkers(3, pl.Gather(2, placement=pl.Placed(TILES, move=False))), 10
+    ),
     "coded": Case(lambda: pl.MinWorkers(3, pl.coded(1, 2)), 6, QUADRATIC),
     "deadline": Case(lambda: pl.deadline(1.0), 8, engine=lambda: unequal(unit=2)),
 }

@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-PAGES = ["README.md", *(f"docs/{page}.md" for page in ("guide", "selection", "coding"))]
+PAGES = [
+    "README.md",
+    *(f"docs/{page}.md" for page in ("guide", "selection", "placement", "ddp", "coding")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

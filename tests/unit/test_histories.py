@@ -15,7 +15,11 @@ from paceline.codes.groups import Grouped
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal, dump_entry, parse_entry
 from paceline.core.protocol import Policy, Start, Step, Task
+from paceline.data.partition.base import Partition
 from paceline.testing import History, legal_histories
+
+TILES = Partition([tile for tile in range(20) for _ in range(5)])
+OWNERS = {f"w{i}": (2 * i, 2 * i + 1) for i in range(10)}
 
 POLICIES: dict[str, Policy] = {
     "sync": pl.sync(),
@@ -47,6 +51,17 @@ POLICIES: dict[str, Policy] = {
     "code of a fixed size": pl.Coded(Grouped(4, repetition(2))),
     "approximate code": pl.Coded(Replicated(4, 2, 1), wait=3),
     "ata, discounted": pl.ata(8, discount=0.9, index=pl.LCB()),
+    "sync by speed": pl.Gather(placement=pl.BySpeed()),
+    "k_sync by speed": pl.Gather(3, placement=pl.BySpeed(most=5)),
+    "bandit by speed": pl.Gather(2, select=pl.Bandit(), placement=pl.BySpeed()),
+    "asynchronous by speed": pl.Gather(1, inf, refill=True, preempt=False, placement=pl.BySpeed()),
+    "tiles": pl.Gather(placement=pl.Placed(TILES, every=1)),
+    "k_sync of tiles": pl.Gather(2, placement=pl.Placed(TILES, bound=1.0)),
+    "bandit of tiles": pl.Gather(2, select=pl.Bandit(), hedge=1, placement=pl.Placed(TILES)),
+    "tiles without a guard": pl.Gather(2, placement=pl.Placed(TILES, bound=None)),
+    "tiles that stay": pl.Gather(2, placement=pl.Placed(TILES, move=False, owners=OWNERS)),
+    "late tiles": pl.Gather(3, max_delay=2, refill=True, placement=pl.Placed(TILES, bound=0.5)),
+    "deadline of tiles": pl.Deadline(1.0, placement=pl.Placed(TILES, move=False, owners=OWNERS)),
 }
 MAX_DELAY = {
     "sync": 0,
@@ -62,6 +77,10 @@ MAX_DELAY = {
     "hedged": 0,
     "ata(5)": 0,
     "asynchronous bandit": 3,
+    "sync by speed": 0,
+    "tiles": 0,
+    "tiles that stay": 0,
+    "late tiles": 2,
 }
 
 

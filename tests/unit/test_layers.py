@@ -13,17 +13,27 @@ ROOT = Path(paceline.__file__).parent
 # What each layer may import of the project, itself always included.
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
-    "policies": {"core", "codes"},
+    "policies": {"core", "codes", "data"},
     "data": {"core"},
     "delays": {"core"},
     "codes": {"core"},
+    "ddp": {"core", "data"},
     "learners": {"core", "data", "codes"},
     "engines": {"core", "codes", "data", "delays", "learners"},
     "planner": {"core", "codes", "policies", "delays", "learners", "engines"},
     "report": {"core"},
     "callbacks": {"learners", "report"},
     "checkpoint": {"core", "learners"},
-    "trainer": {"core", "policies", "learners", "engines", "report", "callbacks", "checkpoint"},
+    "trainer": {
+        "core",
+        "data",
+        "policies",
+        "learners",
+        "engines",
+        "report",
+        "callbacks",
+        "checkpoint",
+    },
     "testing": {"core", "callbacks"},
 }
 # Which packages beyond the standard library each layer may import.
@@ -33,6 +43,7 @@ PACKAGES: dict[str, set[str]] = {
     "data": {"numpy"},
     "delays": {"numpy"},
     "codes": {"numpy"},
+    "ddp": {"numpy", "torch"},
     "learners": {"numpy", "torch"},
     "engines": {"numpy", "ray"},
     "planner": {"numpy"},
@@ -44,7 +55,8 @@ PACKAGES: dict[str, set[str]] = {
 }
 # One file each, so that the rest works without them.
 ONLY_IN = {
-    "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")},
+    "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")}
+    | {f"ddp/{name}.py" for name in ("sampler", "exchange")},
     "hypothesis": {"testing/histories.py"},
     # And where a decision is about thousands of workers at a time.
 }

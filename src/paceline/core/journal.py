@@ -36,6 +36,7 @@ class Header:
     state: Mapping[str, Any] | None = None
     message_bytes: int = 0  # of a model, and of a result
     prices: Prices = Prices()
+    tiles: tuple[int, ...] = ()  # the samples of each, where the data are placed
 
 
 class Journal:
@@ -91,7 +92,7 @@ class Journal:
             if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
                 raise ValueError(f"{path} is not a journal of format {FORMAT}")
         prices = Prices(**head.pop("prices", {}))
-        journal = cls(Header(**head, prices=prices))
+        journal = cls(Header(**head | {"tiles": tuple(head.get("tiles", ()))}, prices=prices))
         for entry in _read(Path(path)):
             journal.append(entry)
         return journal

@@ -74,6 +74,7 @@ class Ledger:
         self._shares = 0  # running, of all versions
         self._next_id = 0
         self._next_draw = 0
+        self._next_draws: dict[int, int] = {}  # of each tile of the data
 
     def delay(self, item: Task | Result) -> int:
         task = item.task if isinstance(item, Result) else item
@@ -132,10 +133,12 @@ class Ledger:
                 if id not in self.running:
                     raise self._error(command, "it is not running")
                 task = self._end(id)
+                self._give_back(task)
                 self._refresh(task.worker)
             case Discard(id):
                 if id not in self.held:
                     raise self._error(command, "it is not held")
+                self._give_back(self.held[id].task)
                 self._release(id)
             case Step(weights, _, keep):
                 self._check_step(command)
@@ -188,19 +191,28 @@ class Ledger:
                 raise self._error(command, "no such task is lost")
             again = replace(before.work, shares=work.shares)
             task = Task(id, worker, again, version, self.now, before.samples, before.draw,
-                        before.attempt + 1)  # fmt: skip
+                        before.attempt + 1, before.draws)  # fmt: skip
         else:
             samples = self.batch if work.samples is None else work.samples
+            if work.tiles is not None:
+                samples = sum(work.tiles.values())
+                if work.parts is not None or min(work.tiles.values(), default=0) < 1:
+                    raise self._error(command, "each tile gives at least one sample, and no parts")
             if min(samples, work.steps, work.shares) < 1:
                 raise self._error(command, "a task needs at least one sample, step and share")
             if work.parts is not None and not all(0 <= j < work.cut for j in work.parts):
                 raise self._error(command, f"the samples are cut into {work.cut} parts")
-            if work.parts is None:
+            draws: tuple[int, ...] = ()
+            if work.tiles is not None:
+                draw, draws = 0, tuple(self._next_draws.get(tile, 0) for tile in work.tiles)
+                for (tile, count), begin in zip(work.tiles.items(), draws, strict=True):
+                    self._next_draws[tile] = begin + count * work.steps
+            elif work.parts is None:
                 draw = self._next_draw
                 self._next_draw += samples * work.steps
             else:  # all who hold a part at one version draw the same samples of it
                 draw = version * self.batch * work.steps
-            task = Task(id, worker, work, version, self.now, samples, draw)
+            task = Task(id, worker, work, version, self.now, samples, draw, draws=draws)
         self._next_id += 1
         self.running[id] = task
         self.workers[worker] += 1
@@ -237,6 +249,15 @@ class Ledger:
         else:
             del self._by_version[task.version]
         return task
+
+    def _give_back(self, task: Task) -> None:
+        """Let the next task draw a tile's samples that are not used after all.
+
+        Those behind which others have been drawn already come again in the next epoch.
+        """
+        for tile, draw, samples in task.stretches():
+            if self._next_draws[tile] == draw + samples:
+                self._next_draws[tile] = draw
 
     def _lose(self, tasks: Iterable[Task]) -> None:
         for task in tasks:

@@ -36,6 +36,7 @@ class Work:
     budget: float = inf  # seconds, after which whatever is done is returned
     shares: int = 1  # how many of the shares that a step gathers this is
     tag: Tag = None  # the policy's own mark, for instance the row of a code
+    tiles: Mapping[int, int] | None = None  # samples from each tile of the data; None: from all
 
     @property
     def messages(self) -> int:
@@ -56,11 +57,18 @@ class Task:
     samples: int  # per local step, never unknown
     draw: int  # where in the stream of data its samples begin
     attempt: int = 1  # above 1: the worker that had it before was lost
+    draws: tuple[int, ...] = ()  # the same for each tile, which has a stream of its own
 
     def part(self, index: int) -> tuple[int, int]:
         """Return where in the stream of data a part begins, and how many samples it has."""
         begin, end = (self.samples * i // self.work.cut for i in (index, index + 1))
         return self.draw + begin, end - begin
+
+    def stretches(self) -> Iterator[tuple[int, int, int]]:
+        """Yield tile, place in its stream, and samples, over all local steps."""
+        if self.work.tiles is not None:
+            for (tile, samples), draw in zip(self.work.tiles.items(), self.draws, strict=True):
+                yield tile, draw, samples * self.work.steps
 
     @property
     def computed(self) -> int:

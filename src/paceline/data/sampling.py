@@ -1,4 +1,4 @@
-"""Which samples a task sees: a pure function of (seed, part, place in the stream)."""
+"""Which samples a task sees: a pure function of (seed, tile, place in the stream)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.protocol import Task
+from paceline.data.partition.base import Partition
+from paceline.data.seeding import generator
+
 SHARED = -1
-"""The part that stands for the whole data, drawn from by whoever comes."""
+"""The tile that stands for the whole data, drawn from by whoever comes."""
 
 _KEPT_EPOCHS = 3  # an asynchronous run works at an epoch's end and the next one's beginning
-
-
-def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return the random generator that belongs to a seed and a key, the same everywhere."""
-    return np.random.Generator(np.random.PCG64([seed, *(part + 1 for part in key)]))
 
 
 class Stream:
@@ -27,10 +26,10 @@ class Stream:
     [0, 1, 2, 3]
     """
 
-    def __init__(self, size: int, seed: int, part: int = SHARED) -> None:
+    def __init__(self, size: int, seed: int, tile: int = SHARED) -> None:
         if size < 1:
             raise ValueError(f"a stream needs at least one sample, got size={size}")
-        self.size, self._seed, self._part = size, seed, part
+        self.size, self._seed, self._tile = size, seed, tile
         self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
@@ -46,8 +45,60 @@ class Stream:
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
         order = self._epochs.get(epoch)
         if order is None:
-            order = generator(self._seed, self._part, epoch).permutation(self.size)
+            order = generator(self._seed, self._tile, epoch).permutation(self.size)
             self._epochs[epoch] = order
             if len(self._epochs) > _KEPT_EPOCHS:
                 self._epochs.popitem(last=False)
         return order
+
+
+class Samples:
+    """The samples of tasks: of one stream over all data, or of one for each tile of them."""
+
+    def __init__(self, size: int, seed: int, tiles: Partition | None = None) -> None:
+        if tiles is not None and len(tiles) != size:
+            raise ValueError(
+                f"the tiles are of {len(tiles)} samples and the data have {size}; "
+                "cut the data that is trained on"
+            )
+        self._seed, self._tiles = seed, tiles
+        self._shared = Stream(size, seed)
+        self._streams: dict[int, Stream] = {}
+
+    def stretch(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return some of the stream over all data."""
+        return self._shared.indices(start, count)
+
+    def of(self, task: Task, step: int = 0) -> NDArray[np.int64]:
+        """Return the samples of a task's local step.
+
+        Those of several tiles are interleaved, so that any beginning of them is of all tiles.
+        """
+        if task.work.tiles is None:
+            return self.stretch(task.draw + step * task.samples, task.samples)
+        if self._tiles is None:
+            raise ValueError(
+                f"task {task.id} draws from tiles {list(task.work.tiles)}, but the learner was "
+                "given none; give Trainer(placement=…) and not the policy alone"
+            )
+        pieces, turns = [], []
+        for (tile, count), draw in zip(task.work.tiles.items(), task.draws, strict=True):
+            pieces.append(
+                self._tiles.indices(tile)[self._stream(tile).indices(draw + step * count, count)]
+            )
+            turns.append((np.arange(count) + 0.5) / count)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces)[np.argsort(np.concatenate(turns), kind="stable")]
+
+    def generator(self, task: Task) -> np.random.Generator:
+        """Return the randomness that belongs to a task's samples, whoever computes them."""
+        for tile, draw, _ in task.stretches():
+            return generator(self._seed, tile, draw)
+        return generator(self._seed, SHARED, task.draw)
+
+    def _stream(self, tile: int) -> Stream:
+        assert self._tiles is not None
+        if tile not in self._streams:
+            self._streams[tile] = Stream(int(self._tiles.sizes[tile]), self._seed, tile)
+        return self._streams[tile]

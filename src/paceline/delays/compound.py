@@ -117,6 +117,27 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """Follows one model until a moment and another from then on. Its mean is that of the first."""
+
+    before: Delay
+    after: Delay
+    at: float
+
+    def __post_init__(self) -> None:
+        _check_models(self, {"before": self.before, "after": self.after})
+        settle(self, "at", "> 0", "use the second model alone if it is never the first")
+
+    @property
+    def mean(self) -> float:
+        return self.before.mean
+
+    def sample(self, rng: np.random.Generator, now: float, memory: dict[str, float]) -> float:
+        model, prefix = (self.before, "before.") if now < self.at else (self.after, "after.")
+        return _sample_nested(model, prefix, rng, now, memory)
+
+
+@dataclass(frozen=True, slots=True)
 class PerWorker:
     """Gives every worker its own model: by name, or by turns in the order of a sequence."""
 

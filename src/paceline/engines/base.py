@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.protocol import Engine, Want
+from paceline.data.partition.base import Partition
 from paceline.learners.base import Learner, Saved, Server
 
 
@@ -20,6 +21,7 @@ class Job:
     began: float = 0.0  # the time already spent when a run is resumed
     steps: int = 0  # the version already reached
     min_workers: int = 1  # how many must be up before the clock starts
+    tiles: Partition | None = None  # of the data, where each has samples of its own
 
 
 class TrainingEngine(Engine, Protocol):

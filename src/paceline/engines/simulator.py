@@ -132,7 +132,7 @@ class Simulator:
 
     def open(self, job: Job, saved: Saved | None = None) -> None:
         self._job = job
-        self._replica = job.learner.replica(job.seed)
+        self._replica = job.learner.replica(job.seed, job.tiles)
         self._arithmetic = not isinstance(job.learner, Timing)
         self._per_sample = 1 / (self._unit or job.learner.batch_size / self.size)
         self._bytes = job.learner.message_bytes

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.codes.blocks import Encoder, scaled, sketch
 from paceline.core.protocol import Coefficients, Stat, Task, Want, Work
-from paceline.data.sampling import SHARED, Stream, generator
+from paceline.data.partition.base import Partition
+from paceline.data.sampling import SHARED, Samples
+from paceline.data.seeding import generator
 from paceline.learners.base import (
     Array,
     Direction,
@@ -80,10 +82,12 @@ def _zeros(size: int, lr: float) -> ArrayServer:
 class ArrayReplica:
     """Gradients of a problem; with several local steps, the change they make over `lr`."""
 
-    def __init__(self, problem: Quadratic | Linear, seed: int) -> None:
+    def __init__(
+        self, problem: Quadratic | Linear, seed: int, tiles: Partition | None = None
+    ) -> None:
         self._problem, self._seed = problem, seed
         size = problem.examples
-        self._stream = None if size is None else Stream(size, seed)
+        self._samples = None if size is None else Samples(size, seed, tiles)
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         self._problem.check(task.work)
@@ -95,7 +99,7 @@ class ArrayReplica:
             samples = sum(1 for sample in range(task.samples) if proceed(done + sample))
             if not samples:
                 break
-            value, gradient = self._gradient(x, task.draw + step * task.samples, samples)
+            value, gradient = self._of_step(x, task, step, samples)
             loss += value * samples
             total += gradient
             done += samples
@@ -114,19 +118,26 @@ class ArrayReplica:
             if not proceed(done):
                 return Outcome(None, 0)
             done += size
-            value, gradient = self._gradient(x, place, size)
+            value, gradient = self._of_place(x, place, size)
             encoder.add(gradient, scaled(factors, size * task.work.cut / task.samples))
             loss += value * size / task.computed
         message = encoder.message(np.float64)
         seen = sketch(message, generator(self._seed, SHARED, task.version))
         return Outcome(message, task.computed, {"loss": loss, "sketch": seen})
 
-    def _gradient(self, x: Vector, place: int, samples: int) -> tuple[float, Vector]:
+    def _of_step(self, x: Vector, task: Task, step: int, samples: int) -> tuple[float, Vector]:
+        problem = self._problem
+        if isinstance(problem, Quadratic):
+            return self._of_place(x, task.draw + step * task.samples, samples)
+        assert self._samples is not None
+        return problem.gradient(x, self._samples.of(task, step)[:samples])
+
+    def _of_place(self, x: Vector, place: int, samples: int) -> tuple[float, Vector]:
         problem = self._problem
         if isinstance(problem, Quadratic):
             return problem.gradient(x, samples, generator(self._seed, SHARED, place))
-        assert self._stream is not None
-        return problem.gradient(x, self._stream.indices(place, samples))
+        assert self._samples is not None
+        return problem.gradient(x, self._samples.stretch(place, samples))
 
 
 @dataclass(frozen=True)
@@ -155,8 +166,8 @@ class Quadratic:
     def loss(self, x: Vector) -> float:
         return float(0.5 * np.sum(np.asarray(self.curvature) * (x - self.optimum) ** 2))
 
-    def replica(self, seed: int) -> ArrayReplica:
-        return ArrayReplica(self, seed)
+    def replica(self, seed: int, tiles: Partition | None = None) -> ArrayReplica:
+        return ArrayReplica(self, seed, tiles)
 
     def server(self) -> ArrayServer:
         return ArrayServer(np.full(len(self.curvature), self.start), self.lr)
@@ -187,8 +198,8 @@ class Linear:
         """Return the loss at x and its gradient over the chosen samples."""
         raise NotImplementedError
 
-    def replica(self, seed: int) -> ArrayReplica:
-        return ArrayReplica(self, seed)
+    def replica(self, seed: int, tiles: Partition | None = None) -> ArrayReplica:
+        return ArrayReplica(self, seed, tiles)
 
     def server(self) -> ArrayServer:
         return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
@@ -297,7 +308,7 @@ class Timing:
     message_bytes: int = 0
     examples: int | None = None
 
-    def replica(self, seed: int) -> NoArithmetic:
+    def replica(self, seed: int, tiles: Partition | None = None) -> NoArithmetic:
         return NoArithmetic()
 
     def server(self) -> NoArithmetic:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.protocol import Coefficients, Stat, Stats, Task, Want, Work, magnitude
+from paceline.data.partition.base import Partition
 
 Array: TypeAlias = NDArray[Any]
 Proceed: TypeAlias = Callable[[int], bool]
@@ -201,7 +202,9 @@ class Learner(Protocol):
     def message_bytes(self) -> int:
         """The size of the model, and of a result, on the wire."""
 
-    def replica(self, seed: int) -> Replica: ...
+    def replica(self, seed: int, tiles: Partition | None = None) -> Replica:
+        """Make a worker's side; with tiles, for tasks whose samples come from some of them."""
+
     def server(self) -> Server: ...
     def check(self, work: Work) -> None:
         """Refuse work that this learner cannot do."""

@@ -19,7 +19,9 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from paceline.codes.blocks import Encoder, scaled, sketch
 from paceline.core.protocol import Coefficients, Stats, Task, Work
 from paceline.core.state import describe
-from paceline.data.sampling import SHARED, Stream, generator
+from paceline.data.partition.base import Partition
+from paceline.data.sampling import SHARED, Samples
+from paceline.data.seeding import generator
 from paceline.learners.base import Array, Outcome, Proceed
 from paceline.learners.flat import FlatModule, flat_size
 from paceline.learners.optimize import MakeOptimizer, MakeScheduler, Rules, TorchServer
@@ -93,8 +95,8 @@ class TorchLearner:
             return cast(Dataset[Any], self.dataset)
         return cast(Callable[[], Dataset[Any]], self.dataset)()
 
-    def replica(self, seed: int) -> TorchReplica:
-        return TorchReplica(self, seed)
+    def replica(self, seed: int, tiles: Partition | None = None) -> TorchReplica:
+        return TorchReplica(self, seed, tiles)
 
     def server(self) -> TorchServer:
         rules = Rules(self.outer or self.optimizer, self.scheduler, self.transform)
@@ -136,25 +138,26 @@ class TorchLearner:
 class TorchReplica:
     """The worker's side: a copy of the module and the data."""
 
-    def __init__(self, learner: TorchLearner, seed: int) -> None:
+    def __init__(self, learner: TorchLearner, seed: int, tiles: Partition | None = None) -> None:
         self._seed = seed
         self._flat = FlatModule(copy.deepcopy(learner.model).train(), learner.device)
         self._learner = replace(learner, model=self._flat.module)  # lets go of the recipe's
         dataset = learner.open_dataset()
         self._fetch = _fetcher(dataset, learner.collate)
-        self._stream = Stream(len(dataset), seed)  # type: ignore[arg-type]
-        self._ahead: tuple[int, Any] | None = None  # where samples begin, and they themselves
+        self._samples = Samples(len(dataset), seed, tiles)  # type: ignore[arg-type]
+        self._ahead: Any = None  # the first samples, fetched while the model is on its way
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner, flat = self._learner, self._flat
         learner.check(task.work)
         if task.work.parts is not None:
             return self._coded(model, task, task.work.parts, proceed)
-        with self._seeded(task.draw):
-            self._read_ahead(task.draw, task.samples)  # while the model is on its way
+        with self._seeded(self._samples.generator(task)):
+            chosen = self._samples.of(task)
+            self._read_ahead(chosen)
             flat.load(model)
             if learner.outer is None:
-                samples, loss = self._gradient(task.draw, task.samples, proceed)
+                samples, loss = self._gradient(chosen, proceed)
             else:
                 samples, loss = self._local_steps(task, proceed)
         if not samples:
@@ -174,13 +177,14 @@ class TorchReplica:
         encoder = Encoder(flat.values.numel(), task.work.messages)
         for turn, (part, factors) in enumerate(parts.items()):
             place, size = task.part(part)
-            with self._seeded(place):
-                self._read_ahead(place, size)
+            with self._seeded(generator(self._seed, SHARED, place)):
+                chosen = self._samples.stretch(place, size)
+                self._read_ahead(chosen)
                 if turn:
                     flat.reset()
                 else:
                     flat.load(model)
-                samples, loss = self._gradient(place, size, proceed)
+                samples, loss = self._gradient(chosen, proceed)
             if samples < size:
                 return Outcome(None, 0)  # nobody can use half a part
             flat.buffer_change()
@@ -194,30 +198,27 @@ class TorchReplica:
         }
         return Outcome(message, task.computed, stats)
 
-    def _seeded(self, place: int) -> AbstractContextManager[None]:
-        rng = generator(self._seed, SHARED, place)
+    def _seeded(self, rng: np.random.Generator) -> AbstractContextManager[None]:
         return _quiet(self._learner.threads, self._learner.device, int(rng.integers(2**63)))
 
-    def _read_ahead(self, place: int, samples: int) -> None:
+    def _read_ahead(self, chosen: NDArray[np.int64]) -> None:
         """Fetch the first samples, with the random numbers they would have got later."""
-        first = self._stream.indices(place, samples)[: self._learner.micro_batch]
-        self._ahead = place, self._fetch(first)
+        self._ahead = self._fetch(chosen[: self._learner.micro_batch])
 
-    def _samples(self, place: int, chosen: NDArray[np.int64]) -> Any:
+    def _batch(self, chosen: NDArray[np.int64]) -> Any:
         ahead, self._ahead = self._ahead, None
-        batch = ahead[1] if ahead and ahead[0] == place else self._fetch(chosen)
-        return _to(batch, self._learner.device)
+        return _to(self._fetch(chosen) if ahead is None else ahead, self._learner.device)
 
-    def _gradient(self, draw: int, samples: int, proceed: Proceed) -> tuple[int, float]:
+    def _gradient(self, chosen: NDArray[np.int64], proceed: Proceed) -> tuple[int, float]:
         """Leave the mean gradient in the flat buffer; return the samples seen and their loss."""
         flat, learner = self._flat, self._learner
         flat.grads.zero_()
-        chosen = self._stream.indices(draw, samples)
+        samples = len(chosen)
         size = learner.micro_batch or samples
         done, total = 0, 0.0
         while done < samples and proceed(done):
             piece = chosen[done : done + size]
-            loss = learner.loss(flat.module, self._samples(draw + done, piece))
+            loss = learner.loss(flat.module, self._batch(piece))
             share = len(piece) / samples
             (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
             total += loss.item() * len(piece)
@@ -233,8 +234,8 @@ class TorchReplica:
         seen, total = 0, 0.0
         for step in range(task.work.steps):
             before = seen
-            draw = task.draw + step * task.samples
-            samples, loss = self._gradient(draw, task.samples, lambda n: proceed(before + n))  # noqa: B023
+            chosen = self._samples.of(task, step)
+            samples, loss = self._gradient(chosen, lambda n: proceed(before + n))  # noqa: B023
             if not samples:
                 break
             optimizer.step()

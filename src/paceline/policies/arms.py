@@ -17,11 +17,29 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import WorkerId
+from paceline.core.protocol import Cancel, Event, Finished, View, WorkerId
 
 Floats: TypeAlias = NDArray[np.float64]
 
 _LARGEST = 1e100  # of the weight of a new observation, before all are scaled down
+
+
+def response(view: View, news: Event | Cancel, seen: float) -> tuple[WorkerId, float, bool] | None:
+    """Return who took how many seconds for a sample, and whether that is the whole time.
+
+    seen: when the last result arrived; what is cancelled has been running up to then at least.
+    """
+    match news:
+        case Finished(id):
+            result = view.held[id]
+            if result.samples:
+                seconds = (result.at - result.task.since) / result.samples
+                return result.task.worker, seconds, True
+        case Cancel(id):
+            task = view.running[id]
+            seconds = max(seen - task.since, 0.0) / (task.samples * task.work.steps)
+            return task.worker, seconds, False
+    return None
 
 
 @dataclass(frozen=True)

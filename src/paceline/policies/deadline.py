@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.protocol import (
     Assign,
@@ -14,12 +14,15 @@ from paceline.core.protocol import (
     Finished,
     SetTimer,
     Step,
+    TaskId,
     TimerFired,
     View,
     Want,
     Work,
+    WorkerId,
 )
-from paceline.policies.gather import Combine, mean
+from paceline.policies.gather import Combine, in_order, mean
+from paceline.policies.placement import Placement
 
 TIMER = "deadline"
 
@@ -37,6 +40,7 @@ class Deadline:
     period: float
     budget: float | None = None  # by default 80 % of the period, the rest is for messages
     combine: Combine = mean
+    placement: Placement | None = None
     wants: frozenset[Want] = frozenset()
 
     def __post_init__(self) -> None:
@@ -47,6 +51,16 @@ class Deadline:
                 f"budget={self.budget:g} of period={self.period:g} seconds: "
                 "use 0 < budget <= period"
             )
+        if self.placement is not None and self.placement.tiles is None:
+            raise ValueError(
+                "a deadline gives everyone the same time, so shares follow speed by themselves: "
+                "leave BySpeed() out, or give Placed(…)"
+            )
+
+    def check(self, workers: int, batch: int) -> None:
+        """Refuse what cannot work with so many workers and such a batch."""
+        if self.placement is not None:
+            self.placement.check(workers, batch)
 
     @property
     def work(self) -> Work:
@@ -55,21 +69,43 @@ class Deadline:
         return Work(budget=self.budget)
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
+        if self.placement is not None:
+            self.placement.learn(view, event)
         due = isinstance(event, TimerFired) and event.name == TIMER
         if isinstance(event, Finished) and view.held[event.task].samples == 0:
             yield Discard(event.task)
         if view.held and (due or not view.running):
-            yield Step(self.combine(view, view.held.values()))
+            yield Step(self._weights(view))
             for id in list(view.running):
+                if self.placement is not None:
+                    self.placement.learn(view, Cancel(id))
                 yield Cancel(id)
         begins = not view.running and not view.held
         if (begins or due) and view.workers:
             yield SetTimer(TIMER, view.now + self.period)
         for worker in list(view.free):
-            if view.lost:
-                yield Assign(worker, redo=next(iter(view.lost)))
-            else:
-                yield Assign(worker, self.work)
+            yield self._assign(view, worker)
+
+    def _weights(self, view: View) -> dict[TaskId, float]:
+        if self.placement is not None:
+            weights = self.placement.weigh(in_order(view.held.values()), len(view.workers))
+            if weights is not None:
+                return weights
+        return self.combine(view, view.held.values())
+
+    def _assign(self, view: View, worker: WorkerId) -> Assign:
+        if self.placement is None:
+            lost = next(iter(view.lost.values()), None)
+        else:
+            lost = self.placement.redo(worker, view.lost)
+        if lost is not None:
+            return Assign(worker, redo=lost.id)
+        if self.placement is None:
+            return Assign(worker, self.work)
+        # Whatever it does of it in its time: all of the batch, drawn from all of its tiles.
+        self.placement.sizes(view, [worker], view.batch, view.batch, None)
+        work = replace(self.work, samples=view.batch)
+        return Assign(worker, self.placement.work(view, worker, work))
 
 
 def deadline(period: float, budget: float | None = None) -> Deadline:

@@ -25,6 +25,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.policies.choosers import Chooser
+from paceline.policies.placement import Placement
 from paceline.policies.selectors import Allocate, Everyone, Selector
 
 Combine: TypeAlias = Callable[[View, Collection[Result]], dict[TaskId, float]]
@@ -33,7 +34,12 @@ MakeWork: TypeAlias = Callable[[View, WorkerId], Work]
 
 def in_order(results: Iterable[Result]) -> list[Result]:
     """Sort by place in the data, so that sums do not depend on who was first."""
-    return sorted(results, key=lambda result: (result.task.draw, result.task.id))
+
+    def place(result: Result) -> tuple[int, int, TaskId]:
+        task = result.task
+        return task.draw, min(task.work.tiles or (0,)), task.id
+
+    return sorted(results, key=place)
 
 
 def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
@@ -66,6 +72,7 @@ class Gather:
         that a step uses `batch_size` samples whatever `k` is. When k does not divide it and not
         everyone is awaited, the count may be off by fewer than k samples.
     combine: the weight of each result.
+    placement: the sizes of tasks, and whose data they are on; None: equal ones, on all data.
 
     What was lost with a worker is handed out again before anything new, on the same samples; a
     worker that waits computes for one that is missing. So a lost worker costs time and no step.
@@ -79,9 +86,12 @@ class Gather:
     hedge: int = 0
     work: Work | MakeWork = Work()
     combine: Combine = mean
+    placement: Placement | None = None
+    waited: int = field(default=0, init=False)  # steps held up for data that had fallen behind
     _round: int = field(default=-1, init=False, repr=False)  # the version these belong to:
     _quota: int = field(default=0, init=False, repr=False)  # shares it needs
     _given: int = field(default=0, init=False, repr=False)  # new shares handed out for it
+    _waits: bool = field(default=False, init=False, repr=False)  # it is held up
 
     def __post_init__(self) -> None:
         if isinstance(self.k, int) and self.k < 1:
@@ -101,6 +111,23 @@ class Gather:
             raise ValueError(
                 f"hedge={self.hedge}: with shares of different size the batch would not stay what "
                 "it is; use select=Bandit() or hedge=0"
+            )
+
+        if self.placement is not None:
+            self._check_placement(self.placement)
+
+    def _check_placement(self, placement: Placement) -> None:
+        if isinstance(self.select, Allocate):
+            raise ValueError(
+                "ata shares the batch out by speed already; give it no placement, or use k_sync "
+                "or bandit with one"
+            )
+        if isinstance(self.work, Work) and self.work.parts is not None:
+            raise ValueError("parts of a batch are the same for all who have them: no placement")
+        if placement.tiles is not None and self.combine is not mean:
+            raise ValueError(
+                f"placed data are weighed by what they are owed, and not by {self.combine!r}; "
+                "leave combine= out, or use asynchronous(damping=False)"
             )
 
     @property
@@ -125,18 +152,22 @@ class Gather:
             raise ValueError(
                 f"batch_size={batch} cannot be shared among k={k} results; use batch_size >= {k}"
             )
+        if self.placement is not None:
+            self.placement.check(workers, batch)
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if not (self.k is None or isinstance(self.k, int)):
             self.k.learn(view, event)
         self.select.learn(view, event)
+        if self.placement is not None:
+            self.placement.learn(view, event)
         if isinstance(event, Finished):
             result = view.held[event.task]
             if view.delay(result) > self.max_delay or result.samples == 0:
                 yield Discard(event.task)
         self._begin(view)
-        if view.gathered >= self._quota:
-            yield Step(self.combine(view, view.held.values()))
+        if view.gathered >= self._quota and not self._awaits(view):
+            yield Step(self._weights(view))
             yield from self._retire(view)
             self._begin(view)
         yield from self._hand_out(view)
@@ -152,6 +183,22 @@ class Gather:
                 case chooser:
                     quota = chooser.choose(view)
             self._round, self._quota, self._given = view.version, max(quota, 1), 0
+            self._waits = False
+
+    def _awaits(self, view: View) -> bool:
+        """Tell whether the step must wait for someone whose data have fallen behind."""
+        if self.placement is None or not self.placement.awaited(view):
+            return False
+        self.waited += not self._waits
+        self._waits = True
+        return True
+
+    def _weights(self, view: View) -> dict[TaskId, float]:
+        if self.placement is not None:
+            weights = self.placement.weigh(in_order(view.held.values()), self._quota)
+            if weights is not None:
+                return weights
+        return self.combine(view, view.held.values())
 
     def _retire(self, view: View) -> Iterator[Command]:
         """Give up what the step just taken has made too old."""
@@ -166,6 +213,8 @@ class Gather:
                 stale.append(task.id)
             for id in stale:
                 self.select.learn(view, Cancel(id))
+                if self.placement is not None:
+                    self.placement.learn(view, Cancel(id))
                 yield Cancel(id)
 
     def _hand_out(self, view: View) -> Iterator[Command]:
@@ -174,12 +223,18 @@ class Gather:
             # Everyone gets a task, wanted or not; but without a fixed k, who joins in mid-round
             # waits for the next one.
             spares = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
-            chosen = self.select.choose(view, candidates, self._wanted(view))
+            due = self._due(view, candidates)
+            chosen: dict[WorkerId, int] = dict.fromkeys(due, 1)
+            if not self._waits:  # held up, nobody else gets anything: results would pile up
+                others = [w for w in candidates if w not in chosen] if due else candidates
+                wanted = self._wanted(view) - len(due)
+                chosen.update(self.select.choose(view, others, wanted))
+            sizes = self._sizes(view, chosen)
             for worker, shares in chosen.items():
-                limit = inf if spares else self._wanted(view)
+                limit = inf if spares or worker in due else self._wanted(view)
                 if limit < 1:
                     break
-                yield self._assign(view, worker, int(min(shares, limit)))
+                yield self._assign(view, worker, int(min(shares, limit)), sizes.get(worker))
         missing = self._wanted(view) - self.hedge
         if not self.refill and view.idle and missing > 0:
             for worker in list(islice(view.idle, missing)):
@@ -187,12 +242,44 @@ class Gather:
                     break  # what was lost is more than one share
                 yield self._assign(view, worker)
 
+    def _due(self, view: View, candidates: Collection[WorkerId]) -> list[WorkerId]:
+        """Return those who get a task in any case: their data have fallen behind."""
+        if self.placement is None:
+            return []
+        return [worker for worker in self.placement.awaited(view) if worker in candidates]
+
+    def _sizes(self, view: View, chosen: Collection[WorkerId]) -> dict[WorkerId, int]:
+        """Return how many samples each shall have who gets new work, as far as that is settled."""
+        if self.placement is None or not chosen:
+            return {}
+        each = view.batch / self._quota
+        if isinstance(self.work, Work) and self.work.samples is not None:
+            each = self.work.samples
+        lost, fresh, redone = dict(view.lost), list[WorkerId](), 0
+        for worker in chosen:
+            if (task := self.placement.redo(worker, lost)) is None:
+                fresh.append(worker)
+            else:
+                redone += lost.pop(task.id).samples
+        if not fresh:
+            return {}
+        total, among = None, None
+        if not view.running and not view.held:  # the round begins
+            total = max(round(each * len(chosen)) - redone, len(fresh))
+        if not isinstance(self.select, Everyone):
+            among = {*chosen, *(task.worker for task in view.running.values())}
+        return self.placement.sizes(view, fresh, each, total, among)
+
     def _wanted(self, view: View) -> int:
         """Return the shares, spares included, for which nobody has a task yet."""
         missing = self._quota - view.gathered - view.outstanding(self.max_delay)
         return missing + self.hedge
 
-    def _assign(self, view: View, worker: WorkerId, shares: int = 1) -> Assign:
+    def _assign(
+        self, view: View, worker: WorkerId, shares: int = 1, samples: int | None = None
+    ) -> Assign:
+        if self.placement is not None:
+            return self._place(self.placement, view, worker, samples)
         if view.lost:
             return self._redo(view, worker, next(iter(view.lost.values())))
         work = self.work if isinstance(self.work, Work) else self.work(view, worker)
@@ -204,6 +291,16 @@ class Gather:
             work = replace(work, samples=work.samples * shares)
         self._given += shares
         return Assign(worker, work if shares == work.shares else replace(work, shares=shares))
+
+    def _place(
+        self, placement: Placement, view: View, worker: WorkerId, samples: int | None
+    ) -> Assign:
+        if (lost := placement.redo(worker, view.lost)) is not None:
+            return Assign(worker, Work(shares=lost.work.shares), redo=lost.id)
+        if samples is None:
+            samples = self._sizes(view, [worker])[worker]
+        work = self.work if isinstance(self.work, Work) else self.work(view, worker)
+        return Assign(worker, placement.work(view, worker, replace(work, samples=samples)))
 
     def _redo(self, view: View, worker: WorkerId, lost: Task) -> Assign:
         """Hand a lost task out again; of a round with a smaller k, as more shares of this one."""

@@ -26,7 +26,7 @@ from paceline.core.protocol import (
     Want,
     WorkerId,
 )
-from paceline.policies.arms import Floats
+from paceline.policies.arms import Floats, response
 from paceline.policies.indices import KL, Index
 from paceline.policies.ranking import Ranking, Rows
 
@@ -88,18 +88,11 @@ class Learned:
         self._ranking = Ranking(self.index, self.seed, self.discount, self.window)
 
     def learn(self, view: View, news: Event | Cancel) -> None:
+        if (seen := response(view, news, self._seen)) is not None:
+            self._ranking.observe(*seen)
         match news:
             case Finished(id):
-                result = view.held[id]
-                self._seen = result.at
-                if result.samples:
-                    seconds = (result.at - result.task.since) / result.samples
-                    self._ranking.observe(result.task.worker, seconds, ended=True)
-            case Cancel(id):
-                task = view.running[id]
-                running = max(self._seen - task.since, 0.0)
-                seconds = running / (task.samples * task.work.steps)
-                self._ranking.observe(task.worker, seconds, ended=False)
+                self._seen = view.held[id].at
             case Joined(worker):
                 self._ranking.arrive(worker)
             case Left(worker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
 from typing import Literal, TypeAlias
@@ -28,6 +29,7 @@ from paceline.core.protocol import (
 )
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
+SHARED = -1  # the one stream over all data
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
 Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
@@ -40,6 +42,7 @@ class Stretch:
     draw: int
     samples: int
     fate: Fate
+    tile: int | None = None  # of placed data, which has a stream of its own
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Meter:
     down_bytes: int = 0
     up_bytes: int = 0
     dollars: float = 0.0
+    tiles: tuple[int, ...] = ()  # the samples of each
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
@@ -81,6 +85,7 @@ class Meter:
     _running: dict[TaskId, Task] = field(default_factory=dict)
     _of_worker: dict[WorkerId, set[TaskId]] = field(default_factory=dict)
     _held: dict[TaskId, Result] = field(default_factory=dict)
+    _weight: dict[int, float] = field(default_factory=dict)  # that steps gave each tile
 
     def __post_init__(self) -> None:
         self.priced = self.prices.charges_hours or self.prices.charges_bytes
@@ -89,6 +94,7 @@ class Meter:
     def begin(cls, header: Header) -> Meter:
         """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
         meter, books = cls(header.message_bytes, header.prices), _books(header)
+        meter.tiles = header.tiles
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
         for worker in books.workers:
@@ -155,6 +161,10 @@ class Meter:
         }
         for name, value in row.items():
             self.columns[name].append(value)
+        for weight, result in zip(step.weights.values(), results, strict=True):
+            for tile, samples in (result.task.work.tiles or {}).items():
+                part = magnitude(weight) * samples / result.task.samples
+                self._weight[tile] = self._weight.get(tile, 0.0) + part
         self.version += 1
         self.used += len(results)
         self.samples_used += samples
@@ -220,6 +230,19 @@ class Meter:
         """The share of the workers' time in which they had nothing to do."""
         return 1 - self.busy_seconds / self.worker_seconds if self.worker_seconds else 0.0
 
+    def represented(self) -> NDArray[np.float64]:
+        """Return for each tile the weight it has had in all steps, over what its size calls for.
+
+        1 is what it would have had if every step were on all data.
+        """
+        steps = len(self.columns["step"])
+        if not self.tiles or not steps:
+            return np.empty(0)
+        sizes = np.array(self.tiles)
+        had = np.array([self._weight.get(tile, 0.0) for tile in range(len(sizes))])
+        ratio: NDArray[np.float64] = had / (steps * sizes / sizes.sum())
+        return ratio
+
     def arrays(self) -> dict[str, NDArray[np.float64]]:
         """Return one value per step: step, seconds, loss, samples, results, mean delay, and costs.
 
@@ -265,17 +288,20 @@ def sample_fates(journal: Journal) -> list[Stretch]:
                     fates.setdefault(id, ("discarded", 0))
                 case Step(weights):
                     fates.update((id, ("used", seen[id])) for id in weights)
-    last: dict[tuple[int, int], Task] = {}
+    last: dict[tuple[int, int, int], Task] = {}
     for task in tasks.values():
         for place in _places(task):
             before = last.get(place)
             # Several compute the same part of a batch; if one is used, it is.
             if before is None or fates.get(before.id, ("unfinished", 0))[0] != "used":
                 last[place] = task
+    _drop_given_back(last, fates)
     stretches: list[Stretch] = []
-    for (draw, total), task in sorted(last.items(), key=lambda item: item[0]):
+    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[0]):
         fate, count = fates.get(task.id, ("unfinished", 0))
-        if fate == "used" and task.work.parts is None:
+        if tile != SHARED:
+            stretches.append(Stretch(task.id, draw, total, fate, tile))
+        elif fate == "used" and task.work.parts is None:
             stretches.append(Stretch(task.id, draw, count, "used"))
             if count < total:
                 stretches.append(Stretch(task.id, draw + count, total - count, "cut short"))
@@ -284,8 +310,29 @@ def sample_fates(journal: Journal) -> list[Stretch]:
     return stretches
 
 
-def _places(task: Task) -> list[tuple[int, int]]:
-    """Return where in the stream of data the samples of a task are, and how many."""
+def _places(task: Task) -> list[tuple[int, int, int]]:
+    """Return in which stream of data the samples of a task are, where, and how many."""
+    if task.work.tiles is not None:
+        return list(task.stretches())
     if task.work.parts is None:
-        return [(task.draw, task.samples * task.work.steps)]
-    return [task.part(index) for index in task.work.parts]
+        return [(SHARED, task.draw, task.samples * task.work.steps)]
+    return [(SHARED, *task.part(index)) for index in task.work.parts]
+
+
+def _drop_given_back(
+    last: dict[tuple[int, int, int], Task], fates: Mapping[TaskId, tuple[Fate, int]]
+) -> None:
+    """Leave out samples of tiles that were not used and then drawn again by a later task."""
+    drawn: dict[int, list[tuple[int, int, TaskId]]] = {}
+    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[1].id):
+        if tile == SHARED:
+            continue
+        before = drawn.setdefault(tile, [])
+        # What was given back was the last that had been drawn.
+        while before and before[-1][0] + before[-1][1] > draw:
+            start, count, id = before[-1]
+            if fates.get(id, ("unfinished", 0))[0] not in ("cancelled", "discarded"):
+                break
+            before.pop()
+            del last[tile, start, count]
+        before.append((draw, total, task.id))

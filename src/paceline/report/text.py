@@ -6,6 +6,8 @@ from math import isnan
 
 from paceline.report.metrics import Meter
 
+_FORGOTTEN = 0.5  # of its part: a model that saw less of some data than that is another model
+
 
 def summary(meter: Meter, reason: str, batch: int) -> str:
     """Say what was done, what it used, wasted and cost, all since the run was (re)started.
@@ -33,6 +35,19 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
         f"{meter.redone} done again)",
         f"  waiting   {meter.waiting:.0%} of the workers' time; mean delay {delay:.3g} versions",
     ]
+    represented = meter.represented()
+    if len(represented):
+        least, most = int(represented.argmin()), int(represented.argmax())
+        lines.append(
+            f"  data      {len(represented)} tiles; weight over what its size calls for: "
+            f"{represented[least]:.0%} (tile {least}) to {represented[most]:.0%} (tile {most})"
+        )
+        if represented[least] < _FORGOTTEN:
+            few = int((represented < _FORGOTTEN).sum())
+            lines.append(
+                f"            WARNING: the model has hardly seen {few} of them; use "
+                "Placed(bound=…), or wait for more results"
+            )
     if meter.message_bytes:
         down, up = in_bytes(meter.down_bytes), in_bytes(meter.up_bytes)
         lines.append(f"  messages  {down} down, {up} up")

@@ -91,6 +91,7 @@ def test_the_header_is_the_first_line(tmp_path: Path) -> None:
         "state": None,
         "message_bytes": 0,
         "prices": {"per_hour": 0.0, "per_gigabyte": 0.0, "idle": False},
+        "tiles": [],
     }
     assert rest == [dump_entry(entry) for entry in ENTRIES]
 

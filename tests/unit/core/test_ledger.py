@@ -322,6 +322,48 @@ def test_the_result_of_one_who_stayed_away_is_used_without_calling_him_back() ->
     assert list(ledger.workers) == list(ledger.idle) == list(ledger.free) == ["w1"]
 
 
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+def test_each_tile_has_a_stream_of_its_own() -> None:
+    ledger = books("w0", "w1")
+    first = assign(ledger, "w0", Work(tiles={3: 2, 5: 4}, steps=2))
+    assert (first.samples, first.draws) == (6, (0, 0))
+    assert list(first.stretches()) == [(3, 0, 4), (5, 0, 8)]
+    second = assign(ledger, "w1", Work(tiles={5: 1, 4: 1}))
+    assert second.draws == (8, 0)
+    assert assign(ledger, "w1").draw == 0  # the stream of all data is another
+
+
+def test_unused_samples_of_a_tile_are_drawn_again() -> None:
+    ledger = books("w0", "w1")
+    cancelled = assign(ledger, "w0", Work(tiles={0: 4}))
+    ledger.apply(Cancel(cancelled.id))
+    discarded = assign(ledger, "w0", Work(tiles={0: 3}))
+    assert discarded.draws == (0,)
+    ledger.record(1.0, Finished(discarded.id, 3))
+    ledger.apply(Discard(discarded.id))
+    overtaken, last = (assign(ledger, "w0", Work(tiles={0: 2})) for _ in range(2))
+    assert (overtaken.draws, last.draws) == ((0,), (2,))
+    ledger.apply(Cancel(overtaken.id))  # behind it others have been drawn
+    assert assign(ledger, "w0", Work(tiles={0: 1})).draws == (4,)
+
+
+def test_a_tiles_samples_that_are_lost_are_done_again() -> None:
+    ledger = books("w0", "w1")
+    assign(ledger, "w0", Work(tiles={0: 4}))
+    lost = assign(ledger, "w0", Work(tiles={0: 4, 1: 2}))
+    ledger.record(1.0, Left("w0"))
+    again = assign(ledger, "w1", redo=lost.id)
+    assert (again.draws, again.work.tiles, again.samples) == ((4, 0), {0: 4, 1: 2}, 6)
+
+
+@pytest.mark.parametrize("work", [Work(tiles={}), Work(tiles={0: 0}), Work({0: 1.0}, tiles={0: 1})])
+def test_a_tile_gives_samples_and_no_parts(work: Work) -> None:
+    with pytest.raises(PolicyError, match="each tile gives at least one sample"):
+        books("w0").apply(Assign("w0", work))
+
+
 # --- what is lost --------------------------------------------------------------------------------
 
 

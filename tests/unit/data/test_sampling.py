@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling import SHARED, Stream, generator
+from paceline.core.protocol import Task, Work
+from paceline.data.partition.base import Partition
+from paceline.data.sampling import SHARED, Samples, Stream
+from paceline.data.seeding import generator
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
@@ -63,7 +66,7 @@ def test_old_epochs_are_forgotten_and_come_again_the_same() -> None:
 def test_the_samples_of_today_are_those_of_yesterday() -> None:
     """Resumed runs and journals rely on it across versions of this library."""
     assert Stream(8, 0).indices(4, 8).tolist() == [6, 7, 2, 0, 5, 7, 6, 1]
-    assert Stream(8, 0, part=1).indices(0, 4).tolist() == [7, 2, 5, 1]
+    assert Stream(8, 0, tile=1).indices(0, 4).tolist() == [7, 2, 5, 1]
 
 
 def test_generators_differ_by_every_part_of_their_key() -> None:
@@ -76,3 +79,51 @@ def test_generators_differ_by_every_part_of_their_key() -> None:
 def test_a_stream_needs_a_sample() -> None:
     with pytest.raises(ValueError, match="a stream needs at least one sample, got size=0"):
         Stream(0, 1)
+
+
+TILES = Partition([0, 1, 1, 0, 2, 1, 0, 1])
+
+
+def task(draws: tuple[int, ...] = (), draw: int = 0, samples: int = 4, **work: object) -> Task:
+    return Task(0, "w0", Work(**work), 0, 0.0, samples, draw, draws=draws)  # type: ignore[arg-type]
+
+
+def test_a_tiles_epochs_are_permutations_of_its_own_samples() -> None:
+    samples = Samples(8, 5, TILES)
+    drawn = [int(samples.of(task((i,), samples=1, tiles={1: 1}))[0]) for i in range(12)]
+    for epoch in range(3):
+        assert sorted(drawn[4 * epoch : 4 * epoch + 4]) == [1, 2, 5, 7]
+    assert samples.of(task((2,), samples=6, tiles={1: 6})).tolist() == drawn[2:8]
+
+
+def test_local_steps_go_on_in_each_tile() -> None:
+    samples = Samples(8, 5, TILES)
+    both = task((0, 1), samples=3, tiles={0: 1, 1: 2}, steps=2)
+    first, second = samples.of(both), samples.of(both, step=1)
+    alone = [samples.of(task((d,), samples=n, tiles={t: n})).tolist()
+             for t, d, n in ((0, 0, 1), (1, 1, 2), (0, 1, 1), (1, 3, 2))]  # fmt: skip
+    assert sorted(first) == sorted(alone[0] + alone[1])
+    assert sorted(second) == sorted(alone[2] + alone[3])
+
+
+def test_any_beginning_of_a_task_is_of_all_its_tiles() -> None:
+    tiles = Partition([i // 50 for i in range(200)])
+    drawn = Samples(200, 0, tiles).of(task((0, 0, 0), samples=40, tiles={0: 10, 1: 20, 3: 10}))
+    for count in (4, 8, 20, 32):
+        of = np.bincount(tiles.of[drawn[:count]], minlength=4)
+        assert np.all(np.abs(of - np.array([0.25, 0.5, 0, 0.25]) * count) <= 1)
+
+
+def test_shared_data_are_drawn_as_ever() -> None:
+    assert Samples(8, 3).of(task(draw=5)).tolist() == Stream(8, 3).indices(5, 4).tolist()
+    assert Samples(8, 3).of(task(draw=5), 2).tolist() == Stream(8, 3).indices(13, 4).tolist()
+    draws = [Samples(8, 3).generator(each).random() for each in
+             (task(draw=5), task(draw=5, samples=1), task((5,), tiles={1: 4}))]  # fmt: skip
+    assert draws[0] == draws[1] == generator(3, SHARED, 5).random() != draws[2]
+
+
+def test_tiles_must_be_of_the_data() -> None:
+    with pytest.raises(ValueError, match="tiles are of 8 samples and the data have 9"):
+        Samples(9, 0, TILES)
+    with pytest.raises(ValueError, match="the learner was given none"):
+        Samples(8, 0).of(task((0,), tiles={1: 4}))

@@ -263,7 +263,7 @@ class Broken:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def replica(self, seed: int) -> object:
+    def replica(self, seed: int, tiles: object = None) -> object:
         return _BrokenReplica(self._inner, seed)
 
 

@@ -180,7 +180,7 @@ class Ray:
         self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        self._learner = ray.put(job.learner)
+        self._learner = ray.put((job.learner, job.tiles))
         self._version = job.steps
         self._start_carriers(job)
         for name in list(self._pool.members):

@@ -14,6 +14,7 @@ import ray
 
 from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
+from paceline.data.partition.base import Partition
 from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
 from paceline.learners.base import Array, Learner, Outcome, Replica, Span
 
@@ -59,16 +60,18 @@ def pack(token: Token, task: Task) -> Order:
     """Return a task for its way to a worker."""
     work = task.work
     parts = None if work.parts is None else tuple(work.parts.items())
+    tiles = None if work.tiles is None else tuple(work.tiles.items())
     return (
         *(tuple(token), task.version, task.since, task.samples, task.draw, task.attempt),
         *(parts, work.cut, work.samples, work.steps, work.budget, work.shares, work.tag),
+        *(tiles, task.draws),
     )
 
 
 def unpack(order: Order) -> tuple[Token, Task]:
     """Invert `pack`; lists are what Ray makes of tuples."""
     name, version, since, samples, draw, attempt, parts, cut, *rest = order
-    asked, steps, budget, shares, tag = rest
+    asked, steps, budget, shares, tag, tiles, draws = rest
     token = Token(*name)
     work = Work(
         None if parts is None else {part: factors_of(factors) for part, factors in parts},
@@ -78,8 +81,10 @@ def unpack(order: Order) -> tuple[Token, Task]:
         budget,
         shares,
         tuple(tag) if isinstance(tag, list) else tag,
+        None if tiles is None else dict(tiles),
     )
-    task = Task(token.task, token.worker, work, version, since, samples, draw, attempt)
+    of_tiles = tuple(draws)
+    task = Task(token.task, token.worker, work, version, since, samples, draw, attempt, of_tiles)
     return token, task
 
 
@@ -111,13 +116,16 @@ class Worker:
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
 
-    def set_up(self, learner: Learner, seed: int, carriers: Carriers) -> Place:
-        """Build the replica; an earlier one is forgotten."""
+    def set_up(
+        self, given: tuple[Learner, Partition | None], seed: int, carriers: Carriers
+    ) -> Place:
+        """Build the replica of a learner on data in tiles; an earlier one is forgotten."""
+        learner, tiles = given
         self._carriers = carriers
         self._models.clear()
         self._incoming = None
         self._replica = None  # the old one's memory first
-        self._replica = learner.replica(seed)
+        self._replica = learner.replica(seed, tiles)
         return here()
 
     def compute(self, order: Order, model: Array) -> Reply:

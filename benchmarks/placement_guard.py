@@ -1,0 +1,121 @@
+"""Accuracy when ten workers hold one class of Fashion-MNIST each, and one of them is ever slow.
+
+The fastest nine of ten are awaited. In simulated time with real arithmetic: the slow worker takes
+ten times as long as the others, so that it is never among the nine unless it is waited for.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+from _report import finish, machine, parser, table
+from paceline.core.protocol import Policy
+from paceline.data.idx import fashion_mnist
+from paceline.data.partition.base import Partition
+
+WORKERS, SLOWDOWN, SLOW_CLASS = 10, 10.0, 8  # bags: a class that nobody takes for another
+BOUNDS = {"points": 1.0, "collapse": 0.3}
+
+
+def make_model(hidden: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images / 255), labels)
+
+
+def methods(shards: Partition, tiles: Partition) -> dict[str, tuple[Policy, pl.Placed | None]]:
+    stay = partial(pl.Placed, shards, move=False)
+    return {
+        "sync, sorted shards": (pl.sync(), stay()),
+        "k_sync(9), no guard": (pl.k_sync(9), stay(bound=None)),
+        "k_sync(9), guard": (pl.k_sync(9), stay()),
+        "k_sync(9), guard, bound 1": (pl.k_sync(9), stay(bound=1.0)),
+        "k_sync(9), mixed tiles that move": (pl.k_sync(9), pl.Placed(tiles)),
+        "k_sync(9), shared data": (pl.k_sync(9), None),
+    }
+
+
+def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
+    data = fashion_mnist()
+    order = np.random.default_rng(0).permutation(len(data.train_labels))
+    images = torch.from_numpy(data.train_images[order]).unsqueeze(1)
+    labels = torch.from_numpy(data.train_labels[order]).long()
+    test = torch.from_numpy(data.test_images).unsqueeze(1) / 255
+    truth = torch.from_numpy(data.test_labels).long()
+    # The slow worker is the last, and has the slow class.
+    shards = Partition((labels.numpy() - SLOW_CLASS - 1) % 10)
+    tiles = Partition(np.arange(len(labels)) % 80)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    learner = pl.TorchLearner(make_model(), loss, sgd, TensorDataset(images, labels), 320)
+    delay = pl.ShiftedExponential(0.8, 0.2)
+    delays = [*[delay] * (WORKERS - 1), pl.Scaled(delay, SLOWDOWN)]
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        for name, (policy, placement) in methods(shards, tiles).items():
+            engine = pl.Simulator(WORKERS, delays)
+            trainer = pl.Trainer(
+                learner, policy, engine, seed=seed, progress=False, placement=placement
+            )
+            run = trainer.fit(steps=steps)
+            with torch.no_grad():
+                right = (run.model(test).argmax(dim=1) == truth).float()
+            figures = {
+                "accuracy": float(right.mean()),
+                "slow_class": float(right[truth == SLOW_CLASS].mean()),
+                "seconds": run.seconds,
+                "least": float(run.meter.represented().min()) if placement else 1.0,
+            }
+            for key, value in figures.items():
+                found.setdefault(name, {}).setdefault(key, []).append(value)
+    print(f"\n10 workers with one class each, the last {SLOWDOWN:g} times slower; {steps} steps")
+    table(
+        ["", "accuracy", "its class", "least weight", "virtual s"],
+        [
+            [name, told(f["accuracy"]), told(f["slow_class"]), f"{np.mean(f['least']):.0%}",
+             f"{np.mean(f['seconds']):.0f}"]
+            for name, f in found.items()
+        ],
+    )  # fmt: skip
+    return {n: {k: round(statistics.mean(v), 4) for k, v in f.items()} for n, f in found.items()}
+
+
+def told(values: Sequence[float]) -> str:
+    """Return a mean in percent, with the half width of its 95 % interval where there is one."""
+    mean = f"{100 * statistics.mean(values):.1f}"
+    if len(values) < 2:
+        return mean
+    factor = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.0)  # Student's t
+    return f"{mean} ± {100 * factor * statistics.stdev(values) / sqrt(len(values)):.1f}"
+
+
+def holds(figures: dict[str, dict[str, float]]) -> bool:
+    """Tell whether the guard brings back what is lost without it."""
+    sync, guard = figures["sync, sorted shards"], figures["k_sync(9), guard"]
+    lost = figures["k_sync(9), no guard"]["slow_class"] < BOUNDS["collapse"]
+    points = BOUNDS["points"] / 100
+    return lost and guard["accuracy"] >= sync["accuracy"] - points
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    figures = measure([0], 500) if options.quick else measure([0, 1, 2, 3, 4], 3000)
+    about = machine("torch", "paceline")
+    finish("placement_guard", figures, BOUNDS, holds(figures), about, options.quick)
+
+
+if __name__ == "__main__":
+    main()

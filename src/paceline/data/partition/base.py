@@ -1,0 +1,164 @@
+"""Which part of the data each sample lies in, and how many of each class a part shall have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from math import isfinite
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Indices: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+
+class Partition:
+    """Every sample in exactly one part: `of[i]` is the part of sample i.
+
+    >>> halves = Partition([0, 1, 0, 1], parts=2)
+    >>> halves.sizes.tolist(), halves.indices(1).tolist()
+    ([2, 2], [1, 3])
+    """
+
+    def __init__(self, of: ArrayLike, parts: int | None = None) -> None:
+        given = np.asarray(of)
+        if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+            raise ValueError(
+                f"a partition names the part of each sample: give whole numbers in one dimension, "
+                f"at least one, not {given.dtype} of shape {given.shape}"
+            )
+        least, most = int(given.min()), int(given.max())
+        self.parts = most + 1 if parts is None else parts
+        if least < 0 or most >= self.parts:
+            raise ValueError(f"parts {least} to {most} were named; use 0 to {self.parts - 1}")
+        self.of: NDArray[np.int32] = given.astype(np.int32)
+        self.of.setflags(write=False)
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[ArrayLike]) -> Partition:
+        """Make a partition from the indices of each part, which must name each sample once."""
+        indices = [np.asarray(each, np.int64).reshape(-1) for each in lists]
+        total = sum(map(len, indices))
+        of = np.full(total, -1, np.int32)
+        for part, chosen in enumerate(indices):
+            if len(chosen) and not (chosen.min() >= 0 and chosen.max() < total):
+                raise ValueError(
+                    f"part {part} names samples {chosen.min()} to {chosen.max()}, but there are "
+                    f"{total} in all; name each sample from 0 on exactly once"
+                )
+            of[chosen] = part
+        if (missing := np.flatnonzero(of < 0)).size:
+            raise ValueError(
+                f"{missing.size} samples are in no part, the first is {missing[0]}, and as many "
+                "are named twice; name each exactly once"
+            )
+        return cls(of, len(indices))
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Partition)
+            and self.parts == other.parts
+            and np.array_equal(self.of, other.of)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Partition({len(self)} samples, {self.parts} parts, {self.digest})"
+
+    def __deepcopy__(self, memo: object) -> Partition:
+        return self  # nothing of it can change
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        if state["digest"] != self.digest:
+            raise ValueError(
+                f"the run was saved with partition {state['digest']}, and this one is "
+                f"{self.digest}; cut the data as it was cut then"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells partitions apart, in a few letters."""
+        return blake2b(self.of.tobytes(), digest_size=6).hexdigest()
+
+    @cached_property
+    def sizes(self) -> Indices:
+        """The samples in each part."""
+        return np.bincount(self.of, minlength=self.parts).astype(np.int64)
+
+    @cached_property
+    def _order(self) -> Indices:
+        return np.argsort(self.of, kind="stable")
+
+    def indices(self, part: int) -> Indices:
+        """Return the samples of a part, in order."""
+        if not 0 <= part < self.parts:
+            raise ValueError(f"part {part} is none of the {self.parts}: use 0 to {self.parts - 1}")
+        end = int(self.sizes[: part + 1].sum())
+        return self._order[end - int(self.sizes[part]) : end]
+
+    def merged(self, into: Sequence[int], parts: int | None = None) -> Partition:
+        """Put parts together: part j of this one becomes a piece of part `into[j]`."""
+        if len(into) != self.parts:
+            raise ValueError(f"{len(into)} places for {self.parts} parts; name one for each")
+        return Partition(np.asarray(into, np.int64)[self.of], parts)
+
+
+def normalized(shares: Iterable[float] | int) -> Floats:
+    """Return shares that add up to 1; a number stands for so many equal ones."""
+    if isinstance(shares, int):
+        if shares < 1:
+            raise ValueError(f"{shares} parts: use at least 1")
+        return np.full(shares, 1 / shares)
+    given = [float(share) for share in shares]
+    if not given or not all(isfinite(share) and share >= 0 for share in given) or not sum(given):
+        raise ValueError(f"shares {given}: use numbers >= 0, finite, not all of them 0")
+    return np.array(given) / sum(given)
+
+
+def whole_shares(total: int, shares: ArrayLike) -> Indices:
+    """Cut a number into whole ones in proportion to shares, by the largest remainders.
+
+    >>> whole_shares(10, [0.5, 0.25, 0.25]).tolist()
+    [5, 3, 2]
+    """
+    return rounded(total * np.asarray(shares, np.float64), total)
+
+
+def quotas(counts: Sequence[int] | Indices, shares: Floats) -> NDArray[np.int64]:
+    """Return how many samples of each class (row) each part (column) gets.
+
+    Every row adds up to its class. What rounding takes from a part in one class is carried into
+    the next, so that its total is off by less than one sample or so.
+    """
+    carry = np.zeros(len(shares))
+    rows = []
+    for count in counts:
+        exact = count * shares + carry
+        row = rounded(exact, int(count))
+        carry = exact - row
+        rows.append(row)
+    return np.array(rows, np.int64).reshape(-1, len(shares))
+
+
+def rounded(exact: Floats, total: int) -> Indices:
+    """Round to whole numbers >= 0 that add up to the total, the largest fractions up."""
+    whole = np.floor(np.maximum(exact, 0.0)).astype(np.int64)
+    missing = total - int(whole.sum())
+    if missing > 0:
+        whole[np.argsort(whole - exact, kind="stable")[:missing]] += 1
+    while missing < 0:  # a carried debt was more than a class has
+        last = max(np.flatnonzero(whole), key=lambda j: (whole[j] - exact[j], j))
+        whole[last] -= 1
+        missing += 1
+    return whole

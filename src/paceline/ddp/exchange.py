@@ -1,0 +1,35 @@
+"""The few numbers that the ranks tell each other, over the default process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+Gather: TypeAlias = Callable[[Sequence[float]], list[list[float]]]
+"""Takes a rank's row of numbers, and returns the rows of all ranks, in their order."""
+
+
+def all_gather(row: Sequence[float]) -> list[list[float]]:
+    """Exchange rows on a device that the backend of the process group can send from."""
+    backends = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl" or the like
+    device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
+    mine = torch.tensor(row, dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [each.tolist() for each in rows]
+
+
+def agreed(gather: Gather, row: Sequence[float], about: str) -> list[list[float]]:
+    """Return the rows of all ranks, once they are seen to have the same to say `about`."""
+    rows = gather([*row, crc32(about.encode())])
+    others = [rank for rank, found in enumerate(rows) if found[-1] != rows[0][-1]]
+    if others:
+        raise RuntimeError(
+            f"rank 0 and ranks {others} would cut the batches differently; here it is {about}. "
+            f"Give all ranks the same dataset size, arguments, epoch and loaded state"
+        )
+    return [found[:-1] for found in rows]

@@ -1,0 +1,285 @@
+"""Cuts every global batch among the ranks of DistributedDataParallel by their speeds.
+
+A step of DistributedDataParallel takes as long as its slowest rank. The batch itself is the same
+whoever computes which part of it: DDP averages the gradients of n ranks, so if rank r has b_r of
+the B samples and multiplies its mean loss by n b_r / B, the average is the gradient of the mean
+loss over the whole batch, up to rounding.
+
+A loader with workers draws batches from its sampler well before they are trained on. The ranks
+therefore tell each other how far they have drawn, together with their speeds, and new shares hold
+from the first step that nobody has drawn: at every step all ranks cut the batch alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from math import nan
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from paceline.data.sampling import Stream
+from paceline.ddp.exchange import Gather, agreed, all_gather
+from paceline.ddp.schedule import Schedule
+
+Batch = TypeVar("Batch")
+_TIMED = 10  # steps before an exchange that are timed on a GPU, which must be waited for
+
+
+class _Piece(NamedTuple):
+    """What this rank has of the batch of one step."""
+
+    step: int
+    own: int
+    of: int
+
+
+class ProportionalSampler(Sampler[list[int]]):
+    """A batch sampler that gives each rank its part of a global batch, in proportion to its speed.
+
+    `batch_size` is that of all ranks together. Everybody has at least 1 sample of a batch and at
+    most `most` (one number, or one for each rank: what fits its memory); a batch is a stretch of a
+    shuffled epoch, the same as that of `Stream(samples, seed)`. The last batch of an epoch is
+    smaller unless `drop_last`; with fewer samples than ranks it is left out.
+
+        sampler = ProportionalSampler(dataset, batch_size=512)
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for inputs, labels in sampler.measured(loader):
+                loss = cross_entropy(model(inputs), labels)  # a mean over the samples
+                optimizer.zero_grad()
+                sampler.scale(loss).backward()
+                optimizer.step()
+
+    With `speeds`, one for each rank in any unit, the shares are fixed. Otherwise each rank measures
+    its samples per second of loading and forward pass (the backward pass waits for the others),
+    and all exchange them after 5 steps, then after 10, 20, and so on up to `every`. `smoothing` is
+    the weight of what was known before. A rank that has a fixed cost per step besides that of its
+    samples is slower the smaller its share; exchange by exchange that leads to equal times.
+
+    Gradient accumulation works, with `no_sync()` or without: every micro-batch is a step of the
+    sampler and scaled by its own factor, so `sampler.scale(loss / micro_batches)` is right. So do
+    `GradScaler` and clipping after the backward pass. Batch normalization takes its statistics per
+    rank, as always under DDP, so there the result depends on the shares; `SyncBatchNorm` weights by
+    samples. A loss that is a mean over something other than samples (tokens, unmasked pixels) is
+    weighted by samples here, which is not the mean over the batch.
+    """
+
+    def __init__(
+        self,
+        samples_or_dataset: int | Sized,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        speeds: Sequence[float] | None = None,
+        smoothing: float = 0.5,
+        every: int = 50,
+        most: int | Sequence[int] | None = None,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        gather: Gather | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise ValueError("give both rank and world_size, or neither to ask torch.distributed")
+        if rank is None or world_size is None:
+            grouped = dist.is_available() and dist.is_initialized()
+            rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+            gather = gather or (all_gather if grouped else None)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is none of {world_size}: use 0 to {world_size - 1}")
+        if speeds is None and world_size > 1 and gather is None:
+            raise ValueError(
+                f"measuring needs the {world_size} ranks to talk: call init_process_group() first "
+                f"and leave rank and world_size out, or give speeds="
+            )
+        limits = [batch_size] * world_size if most is None else most
+        limits = [limits] * world_size if isinstance(limits, int) else [*limits]
+        rates = [1.0] * world_size if speeds is None else [*map(float, speeds)]
+        for name, given in (("most", limits), ("speeds", rates)):
+            if len(given) != world_size:
+                raise ValueError(f"{len(given)} {name} for {world_size} ranks; give one for each")
+        limits = [min(limit, batch_size) for limit in limits]
+        self._schedule = Schedule(batch_size, rates, limits, smoothing, every)
+        self.samples = (
+            samples_or_dataset if isinstance(samples_or_dataset, int) else len(samples_or_dataset)
+        )
+        last = not drop_last and self.samples % batch_size >= world_size
+        self._steps = self.samples // batch_size + last
+        if not self._steps:
+            raise ValueError(
+                f"{self.samples} samples make no batch of {batch_size} for {world_size} ranks; use "
+                f"a smaller batch_size" + (", or drop_last=False" if drop_last else "")
+            )
+        self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
+        self.epoch = 0
+        self._stream = Stream(self.samples, seed)
+        self._gather, self._clock = gather if world_size > 1 else None, clock
+        self._fixed = speeds is not None or world_size == 1
+        self._start = 0  # where the next iteration begins
+        self._done = 0  # steps of the epoch that were trained on
+        self._next = 0  # the first step that was not drawn
+        self._turn = 0  # counts iterations
+        self._drawn: deque[_Piece] = deque()  # and not yet handed out
+        self._piece: _Piece | None = None  # of the batch in hand
+        self._began: float | None = None  # when that was asked for, if it is to be timed
+        self._samples, self._seconds = 0, 0.0  # timed since the last exchange
+        self._device = torch.device("cpu")  # where the losses are
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch, the same on all ranks."""
+        return self._steps
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many samples of the next full batch each rank has."""
+        return self._schedule.at(self._done)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle anew for this epoch; without it every epoch has the order of the last."""
+        if epoch == self.epoch:
+            return
+        if self._piece is not None:
+            raise RuntimeError(
+                f"set_epoch({epoch}) inside the loop over epoch {self.epoch}; call it before"
+            )
+        self.epoch, self._start = epoch, 0
+        self._rewind()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the samples of this rank, step by step. Meant for a DataLoader."""
+        self._turn += 1
+        turn = self._turn
+        self._rewind()
+        self._start = 0
+        for step in range(self._next, self._steps):
+            if self._turn != turn:
+                raise RuntimeError(
+                    "another iteration over this sampler was begun before this one ended; use one "
+                    "loader at a time, and a sampler of its own for a look at the data"
+                )
+            place = step * self.batch_size
+            count = min(self.batch_size, self.samples - place)
+            shares = self._schedule.at(step, count)
+            own = shares[self.rank]
+            self._next = step + 1
+            self._drawn.append(_Piece(step, own, count))
+            place += self.epoch * self.samples + sum(shares[: self.rank])
+            yield self._stream.indices(place, own).tolist()
+
+    def measured(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over the loader and take the time; give the loss of every batch to `scale`."""
+        source: object = getattr(loader, "batch_sampler", None)
+        if source is not self:
+            raise ValueError(
+                f"this {type(loader).__name__} does not draw from this sampler; give measured() "
+                f"the DataLoader(dataset, batch_sampler=sampler) itself, and wrap what it returns"
+            )
+        if not getattr(loader, "in_order", True):
+            raise ValueError("in_order=False mixes up the steps; use DataLoader(in_order=True)")
+        return self._timing(loader)
+
+    def _timing(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        self._rewind()
+        self._exchange()  # nothing to learn yet, but it tells whether the ranks agree
+        batches, last = iter(loader), 0
+        try:
+            while True:
+                timed = not self._fixed and (
+                    self._device.type == "cpu" or self._schedule.left <= _TIMED
+                )
+                began = self._now() if timed else None
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                piece = self._piece = self._drawn.popleft()
+                # The first step starts the loader, and the first of a size may compile or tune.
+                self._began = began if piece.own == last else None
+                last, self._done = piece.own, piece.step
+                self._schedule.left -= 1
+                yield batch
+                self._done = piece.step + 1
+                if not self._fixed and self._schedule.left <= 0:
+                    rows = self._exchange()
+                    since = int(max(drawn for _, drawn in rows))
+                    self._schedule.learn([speed for speed, _ in rows], since, self._done)
+                    self._samples, self._seconds = 0, 0.0
+        finally:
+            self._piece = self._began = None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times n b_r / B, whose gradient DDP averages to that of the batch."""
+        if self._piece is None:
+            raise RuntimeError(
+                "scale() found no batch; call it inside `for batch in sampler.measured(loader):`, "
+                "which tells how many samples the loss is of"
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"scale() takes the mean loss of the batch, one number, not {tuple(loss.shape)}; "
+                f'use loss.mean(), or reduction="mean"'
+            )
+        self._device = loss.device
+        if self._began is not None:
+            self._samples += self._piece.own
+            self._seconds += self._now() - self._began
+            self._began = None  # a second loss of the same batch is not timed again
+        self._done = self._piece.step + 1
+        return loss * (self.world_size * self._piece.own / self._piece.of)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training is, ready for JSON, the same on all ranks.
+
+        A batch counts from its `scale` on, however far the loader has drawn.
+        """
+        place = {"epoch": self.epoch, "step": self._done}
+        return {**self._identity(), **place, "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken, on every rank; the number of ranks may be another.
+
+        The rest of its epoch comes next, also after `set_epoch` of that same epoch.
+        """
+        for name, mine in self._identity().items():
+            if state[name] != mine:
+                raise ValueError(
+                    f"the state is of {name}={state[name]} and this sampler of {name}={mine}, "
+                    f"which orders the samples otherwise; make it with {name}={state[name]}"
+                )
+        self.epoch, self._start = state["epoch"], state["step"]
+        self._schedule.restart()
+        if not self._fixed:
+            self._schedule.load_state_dict(state["schedule"])
+        self._rewind()
+
+    def _identity(self) -> dict[str, int]:
+        return {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _rewind(self) -> None:
+        """Forget what was drawn; a new epoch has the newest shares from its beginning."""
+        if not self._start:
+            self._schedule.restart()
+        self._done = self._next = self._start
+        self._drawn.clear()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":  # what was launched, among it the last step's all-reduce
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def _exchange(self) -> list[list[float]]:
+        """Return each rank's speed and how far it has drawn, once all are seen to agree."""
+        if self._gather is None:
+            return []
+        speed = self._samples / self._seconds if self._seconds > 0 else nan
+        order = f"{self._identity()}, epoch {self.epoch}, step {self._done} of {self._steps}"
+        about = f"{order}, {'fixed' if self._fixed else 'measured'} {self._schedule}"
+        return agreed(self._gather, [speed, self._next], about)
