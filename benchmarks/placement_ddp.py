@@ -1,13 +1,13 @@
 """Seconds per step of DistributedDataParallel on 4 unequal ranks: shares equal, and by speed.
 
-An MLP on Fashion-MNIST over gloo, launched by torchrun. The ranks are real processes that are
+A CNN on Fashion-MNIST over gloo, launched by torchrun. The ranks are real processes that are
 stopped and continued so that their speeds are 1 : 1 : 2 : 4, the fastest running as much as its
 equal share of the cores. DistributedSampler and ProportionalSampler take turns, a few steps each,
 in the same processes; the latter has learned the speeds before, which is timed by itself. What
 was trained with it is compared with one process that trains on the global batches.
 
-A stopped process also keeps its neighbors in the ring waiting, roughly 0.2 s per step here, which a
-slow device would not do. The batches are large so that computing takes most of a step even so.
+A stopped process also keeps its neighbors in the ring waiting, 0.1 to 0.2 s per all-reduce, which a
+slow device would not do. So the model is one that computes much and sends little.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from paceline.testing import Throttle
 
 SPEEDS = (1, 1, 2, 4)
 LIMIT = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # of equal shares' time by that of the best
-BATCH, BLOCK = 16384, 2
-BOUNDS = {"ratio": 1.4, "difference": 1e-5}
+BATCH, BLOCK = 1024, 2
+BOUNDS = {"ratio": 1.47, "difference": 1e-5}  # 32 % saved, as RCD-SGD reports
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
@@ -47,7 +47,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self) -> None:
         data = fashion_mnist()
-        self.images = torch.from_numpy(data.train_images).flatten(1)
+        self.images = torch.from_numpy(data.train_images).unsqueeze(1)
         self.labels = torch.from_numpy(data.train_labels).long()
 
     def __len__(self) -> int:
@@ -64,8 +64,11 @@ def together(batch: Any) -> Any:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
+    # Smooth: where a ReLU bends, rounding alone makes parameters differ by 1e-5.
     return nn.Sequential(
-        *(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
+        *(nn.Conv2d(1, 48, 5, stride=2), nn.Tanh()),
+        *(nn.Conv2d(48, 128, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten()),
+        nn.Linear(128 * 5 * 5, 10),
     )
 
 

@@ -30,10 +30,11 @@ from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
+from paceline.policies.placed import Placed
 from paceline.policies.placement import Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
-from paceline.report.text import summary
+from paceline.report.text import placed_line, summary
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,12 @@ class Run:
 
     def summary(self) -> str:
         """Say in a few lines what was done, used and wasted, and what it cost."""
-        return summary(self.meter, self.reason, self.journal.header.batch)
+        text = summary(self.meter, self.reason, self.journal.header.batch)
+        placement = getattr(self.learned, "placement", None)
+        if isinstance(placement, Placed):
+            waited = getattr(self.learned, "waited", 0)
+            text += "\n" + placed_line(placement.moved, waited, placement.missed())
+        return text
 
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isnan
 
 from paceline.report.metrics import Meter
@@ -57,6 +58,24 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
         cost += f"; {in_dollars(meter.dollars)}{idle}"
     lines.append(f"  cost      {cost}")
     return "\n".join(lines)
+
+
+def placed_line(moved: int, waited: int, missed: Mapping[int, float]) -> str:
+    """Say what was done for data that stay with their workers.
+
+    >>> placed_line(3, 1, {5: 80.2})
+    '  placement 3 tiles moved, 1 step waited for data; nobody had tile 5 (80 steps)'
+    """
+    line = f"  placement {_number(moved, 'tile')} moved, {_number(waited, 'step')} waited for data"
+    if missed:
+        worst = max(missed, key=lambda tile: missed[tile])
+        more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+        line += f"; nobody had tile {worst} ({missed[worst]:.0f} steps){more}"
+    return line
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "s")
 
 
 def in_bytes(count: float) -> str:
