@@ -102,8 +102,9 @@ class Trainer:
         prices: Prices | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if placement is not None:
-            policy = _placed(policy, placement, engine.size)
+        given = placement or getattr(_innermost(policy), "placement", None)
+        if given is not None:
+            policy = _placed(policy, given, engine.size)
         self._tiles = _tiles(policy, learner)
         self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
         self._min_workers = engine.size if min_workers is None else min_workers
@@ -350,6 +351,8 @@ def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:
     """Return a policy whose tasks are sized and placed so."""
     if (inner := getattr(policy, "inner", None)) is not None:
         return replace(policy, inner=_placed(inner, placement, workers))  # type: ignore[type-var]
+    if isinstance(placement, Partition | type):
+        raise ValueError(f"placement={placement!r}: give pl.Placed(partition), or pl.BySpeed()")
     if not hasattr(policy, "placement"):
         raise ValueError(
             f"{describe(policy)} decides itself what everyone computes, and takes no placement; "

@@ -93,7 +93,7 @@ def test_every_sample_is_accounted_for(engine: TrainingEngine, name: str) -> Non
     for stretch in fit(engine, POLICIES[name]()).samples():
         assert stretch.draw == places[stretch.tile]  # no gap, no overlap
         places[stretch.tile] += stretch.samples
-    assert places.total() >= 30 * 64 * (0.9 if len(places) > 1 else 1.0)
+    assert places.total() >= 30 * 64 * (0.75 if len(places) > 1 else 1.0)
 
 
 def test_every_run_tells_its_costs(engine: TrainingEngine) -> None:

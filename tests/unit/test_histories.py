@@ -14,6 +14,7 @@ from paceline.codes.generators import repetition
 from paceline.codes.groups import Grouped
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal, dump_entry, parse_entry
+from paceline.core.ledger import MAX_ATTEMPTS
 from paceline.core.protocol import Policy, Start, Step, Task
 from paceline.data.partition.base import Partition
 from paceline.testing import History, legal_histories
@@ -84,7 +85,13 @@ MAX_DELAY = {
 }
 
 
-EXACT = ("bandit(2)", "hedged", "ata(5)", "ata, discounted")  # each step uses the batch
+EXACT = (
+    "bandit(2)",
+    "hedged",
+    "ata(5)",
+    "ata, discounted",
+    "bandit by speed",
+)  # each step uses the batch
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -99,6 +106,8 @@ def test_any_history(name: str, history: History) -> None:
     assert all(delay <= MAX_DELAY.get(name, inf) for delay in delays(journal))
     if name in EXACT:
         for _, step, tasks in steps_and_tasks(journal):
+            if any(task.attempt == MAX_ATTEMPTS for task in tasks.values()):
+                break  # one may have been dropped, and what comes for it be smaller by one
             assert sum(tasks[id].samples for id in step.weights) == 8
 
 

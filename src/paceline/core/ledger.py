@@ -99,6 +99,8 @@ class Ledger:
                 if id not in self.running:  # cancelled, or its worker is gone
                     return False
                 task = self._end(id)
+                if samples < task.samples * task.work.steps:
+                    self._shorten(task, samples)
                 self.held[id] = Result(task, max(now - waited, task.since), samples, seconds, stats)
                 self.gathered += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
@@ -133,12 +135,12 @@ class Ledger:
                 if id not in self.running:
                     raise self._error(command, "it is not running")
                 task = self._end(id)
-                self._give_back(task)
+                self._give_back(task, task.samples * task.work.steps)
                 self._refresh(task.worker)
             case Discard(id):
                 if id not in self.held:
                     raise self._error(command, "it is not held")
-                self._give_back(self.held[id].task)
+                self._give_back(self.held[id].task, self.held[id].samples)
                 self._release(id)
             case Step(weights, _, keep):
                 self._check_step(command)
@@ -198,6 +200,8 @@ class Ledger:
                 samples = sum(work.tiles.values())
                 if work.parts is not None or min(work.tiles.values(), default=0) < 1:
                     raise self._error(command, "each tile gives at least one sample, and no parts")
+                if work.samples not in (None, samples):
+                    raise self._error(command, f"its tiles give {samples} samples")
             if min(samples, work.steps, work.shares) < 1:
                 raise self._error(command, "a task needs at least one sample, step and share")
             if work.parts is not None and not all(0 <= j < work.cut for j in work.parts):
@@ -250,14 +254,25 @@ class Ledger:
             del self._by_version[task.version]
         return task
 
-    def _give_back(self, task: Task) -> None:
-        """Let the next task draw a tile's samples that are not used after all.
+    def _give_back(self, task: Task, samples: int) -> None:
+        """Let a tile's samples that are not used after all be drawn again.
 
-        Those behind which others have been drawn already come again in the next epoch.
+        If others have been drawn behind them, the task as a whole is to be done again.
         """
-        for tile, draw, samples in task.stretches():
-            if self._next_draws[tile] == draw + samples:
-                self._next_draws[tile] = draw
+        if task.work.tiles is None:
+            return
+        drawn = task.drawn(samples)
+        if all(self._next_draws[t] == at + drawn[t] for t, at, _ in task.stretches() if drawn[t]):
+            self._next_draws.update((t, at) for t, at, _ in task.stretches() if drawn[t])
+        else:
+            self.lost[task.id] = replace(task, attempt=task.attempt - 1)  # no worker's fault
+
+    def _shorten(self, task: Task, samples: int) -> None:
+        """Let samples be drawn again that were not computed in time."""
+        drawn = task.drawn(samples)
+        for tile, draw, whole in task.stretches():
+            if self._next_draws[tile] == draw + whole:
+                self._next_draws[tile] = draw + drawn[tile]
 
     def _lose(self, tasks: Iterable[Task]) -> None:
         for task in tasks:

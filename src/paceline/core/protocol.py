@@ -21,6 +21,8 @@ Coefficients: TypeAlias = float | tuple[float, ...]
 """A factor of a vector, or m of them: one for each of the vector's m blocks."""
 Tag: TypeAlias = int | str | tuple[int | str, ...] | None
 
+SHARED = -1
+"""The tile that stands for the whole data, drawn from by whoever comes."""
 MAIN: WorkerId = "main"
 """The node that decides when there is only one; without a main node every peer is its own."""
 
@@ -69,6 +71,25 @@ class Task:
         if self.work.tiles is not None:
             for (tile, samples), draw in zip(self.work.tiles.items(), self.draws, strict=True):
                 yield tile, draw, samples * self.work.steps
+
+    def drawn(self, samples: int) -> dict[int, int]:
+        """Return how many samples of each tile were computed, of so many in all.
+
+        In each local step those of several tiles are interleaved: of a tile with n samples in the
+        step, the i-th comes in the order of (i + 1/2) / n.
+        """
+        tiles = self.work.tiles or {}
+        steps, rest = divmod(samples, self.samples)
+        found = {tile: steps * count for tile, count in tiles.items()}
+        if rest:
+            turns = sorted(
+                ((i + 0.5) / count, place, tile)
+                for place, (tile, count) in enumerate(tiles.items())
+                for i in range(count)
+            )
+            for _, _, tile in turns[:rest]:
+                found[tile] += 1
+        return found
 
     @property
     def computed(self) -> int:

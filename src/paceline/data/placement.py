@@ -73,7 +73,7 @@ def limits(most: Most, workers: Sequence[WorkerId]) -> list[float] | None:
     """Return the limit of each worker; who is not named has none."""
     if most is None:
         return None
-    if isinstance(most, int):
+    if not isinstance(most, Mapping):
         return [float(most)] * len(workers)
     return [float(most.get(worker, inf)) for worker in workers]
 

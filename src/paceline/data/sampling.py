@@ -7,12 +7,9 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Task
+from paceline.core.protocol import SHARED, Task
 from paceline.data.partition.base import Partition
 from paceline.data.seeding import generator
-
-SHARED = -1
-"""The tile that stands for the whole data, drawn from by whoever comes."""
 
 _KEPT_EPOCHS = 3  # an asynchronous run works at an epoch's end and the next one's beginning
 

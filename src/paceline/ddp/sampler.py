@@ -100,8 +100,10 @@ class ProportionalSampler(Sampler[list[int]]):
                 f"measuring needs the {world_size} ranks to talk: call init_process_group() first "
                 f"and leave rank and world_size out, or give speeds="
             )
-        limits = [batch_size] * world_size if most is None else most
-        limits = [limits] * world_size if isinstance(limits, int) else [*limits]
+        batch_size = _whole(batch_size, "batch_size")
+        limits = [batch_size] if most is None else [*most] if isinstance(most, Sequence) else [most]
+        limits = [_whole(limit, "most") for limit in limits]
+        limits = limits * world_size if len(limits) == 1 else limits
         rates = [1.0] * world_size if speeds is None else [*map(float, speeds)]
         for name, given in (("most", limits), ("speeds", rates)):
             if len(given) != world_size:
@@ -109,7 +111,9 @@ class ProportionalSampler(Sampler[list[int]]):
         limits = [min(limit, batch_size) for limit in limits]
         self._schedule = Schedule(batch_size, rates, limits, smoothing, every)
         self.samples = (
-            samples_or_dataset if isinstance(samples_or_dataset, int) else len(samples_or_dataset)
+            len(samples_or_dataset)
+            if isinstance(samples_or_dataset, Sized)
+            else _whole(samples_or_dataset, "samples")
         )
         last = not drop_last and self.samples % batch_size >= world_size
         self._steps = self.samples // batch_size + last
@@ -283,3 +287,10 @@ class ProportionalSampler(Sampler[list[int]]):
         order = f"{self._identity()}, epoch {self.epoch}, step {self._done} of {self._steps}"
         about = f"{order}, {'fixed' if self._fixed else 'measured'} {self._schedule}"
         return agreed(self._gather, [speed, self._next], about)
+
+
+def _whole(number: Any, name: str) -> int:
+    """Return a number that must be whole, of whatever type."""
+    if int(number) != number:
+        raise ValueError(f"{name}={number}: use a whole number of samples")
+    return int(number)

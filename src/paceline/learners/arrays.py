@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.codes.blocks import Encoder, scaled, sketch
-from paceline.core.protocol import Coefficients, Stat, Task, Want, Work
+from paceline.core.protocol import SHARED, Coefficients, Stat, Task, Want, Work
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import SHARED, Samples
+from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
 from paceline.learners.base import (
     Array,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.codes.blocks import Encoder, scaled, sketch
-from paceline.core.protocol import Coefficients, Stats, Task, Work
+from paceline.core.protocol import SHARED, Coefficients, Stats, Task, Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import SHARED, Samples
+from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
 from paceline.learners.base import Array, Outcome, Proceed
 from paceline.learners.flat import FlatModule, flat_size

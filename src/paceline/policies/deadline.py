@@ -60,7 +60,7 @@ class Deadline:
     def check(self, workers: int, batch: int) -> None:
         """Refuse what cannot work with so many workers and such a batch."""
         if self.placement is not None:
-            self.placement.check(workers, batch)
+            self.placement.check(workers, [batch / workers] * workers)
 
     @property
     def work(self) -> Work:

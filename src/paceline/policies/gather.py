@@ -153,7 +153,8 @@ class Gather:
                 f"batch_size={batch} cannot be shared among k={k} results; use batch_size >= {k}"
             )
         if self.placement is not None:
-            self.placement.check(workers, batch)
+            own = self.work.samples if isinstance(self.work, Work) else None
+            self.placement.check(workers, [batch / k if own is None else own] * k)
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if not (self.k is None or isinstance(self.k, int)):
@@ -264,10 +265,12 @@ class Gather:
         if not fresh:
             return {}
         total, among = None, None
-        if not view.running and not view.held:  # the round begins
-            total = max(round(each * len(chosen)) - redone, len(fresh))
+        tasks = len(chosen)
         if not isinstance(self.select, Everyone):
             among = {*chosen, *(task.worker for task in view.running.values())}
+            tasks = min(tasks, self._quota + self.hedge)  # more only if all of them are awaited
+        if not view.running and not view.held:  # the round begins
+            total = max(round(each * tasks) - redone, len(fresh))
         return self.placement.sizes(view, fresh, each, total, among)
 
     def _wanted(self, view: View) -> int:
@@ -297,9 +300,11 @@ class Gather:
     ) -> Assign:
         if (lost := placement.redo(worker, view.lost)) is not None:
             return Assign(worker, Work(shares=lost.work.shares), redo=lost.id)
+        work = self.work if isinstance(self.work, Work) else self.work(view, worker)
+        if not isinstance(self.work, Work) and work.samples is not None:
+            samples = work.samples
         if samples is None:
             samples = self._sizes(view, [worker])[worker]
-        work = self.work if isinstance(self.work, Work) else self.work(view, worker)
         return Assign(worker, placement.work(view, worker, replace(work, samples=samples)))
 
     def _redo(self, view: View, worker: WorkerId, lost: Task) -> Assign:

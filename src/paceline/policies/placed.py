@@ -37,20 +37,20 @@ class Placed:
         sample is seen once before any is seen again, but for a step's worth. Otherwise tiles stay
         with their worker, tasks are sized by speed, and results weigh what their data are.
     owners: who has which tiles at first; by default they are dealt out in order, as many to each.
-    bound: how far a worker's data may fall behind, in results, before steps wait for it: see
-        `Guard`. None: tasks are in proportion to the data and weighed by samples, and the data of
-        whoever is dropped are forgotten.
-    most, smoothing: as in `BySpeed`.
-    every: steps between looks at who should have how many tiles; they are moved if steps are then
-        expected to take `tolerance` less time.
+    bound: how many of its turns a worker's data may fall behind before steps wait for it: see
+        `Guard`. 0: steps wait for everyone. None: tasks are in proportion to the data and weighed
+        by samples, and the data of whoever is dropped are forgotten.
+    most, smoothing: as in `BySpeed`; moving tiles is dear, so that here it is slower.
+    every: steps between looks at who should have how many tiles; they are moved if, twice in a
+        row, steps are then expected to take `tolerance` less time.
     """
 
     tiles: Partition
     move: bool = True
     owners: Mapping[WorkerId, Sequence[int]] | None = None
-    bound: float | None = 3.0
+    bound: float | None = 2.0
     most: Most = None
-    smoothing: float = 0.3
+    smoothing: float = 0.1
     every: int = 10
     tolerance: float = 0.1
     moved: int = field(default=0, init=False)  # tiles that went from one worker to another
@@ -61,11 +61,14 @@ class Placed:
     _late: tuple[WorkerId, ...] = field(default=(), init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
     _looked: int = field(default=0, init=False, repr=False)  # at which version
+    _wished: bool = field(default=False, init=False, repr=False)  # to move tiles, last time
 
     def __post_init__(self) -> None:
         check_smoothing(self.smoothing)
-        if self.bound is not None and self.bound < 0:
-            raise ValueError(f"bound={self.bound}: use a number of results >= 0, or None")
+        if not isinstance(self.tiles, Partition):
+            self.tiles = Partition(self.tiles)
+        if self.bound is not None and not self.bound >= 0:
+            raise ValueError(f"bound={self.bound}: use a number of turns >= 0, or None")
         if self.every < 1 or not 0 <= self.tolerance < 1:
             raise ValueError(
                 f"every={self.every}, tolerance={self.tolerance}: use every >= 1 step, and a "
@@ -94,8 +97,8 @@ class Placed:
         owners = {w: [tile for tile, owner in even.items() if owner == w] for w in workers}
         return replace(self, owners=owners)
 
-    def check(self, workers: int, batch: int) -> None:
-        check_most(self.most, workers, batch)
+    def check(self, workers: int, samples: Sequence[float]) -> None:
+        check_most(self.most, workers, samples)
         if self.tiles.parts < workers:
             raise ValueError(
                 f"{self.tiles.parts} tiles for {workers} workers: each needs one at least; cut "
@@ -138,14 +141,12 @@ class Placed:
         return [float(self.tiles.sizes[self._owned[worker]].sum()) for worker in workers]
 
     def work(self, view: View, worker: WorkerId, work: Work) -> Work:
-        """Draw from the worker's tiles in proportion to what they are owed."""
+        """Draw from the worker's tiles in proportion to their sizes, over several tasks."""
         assert work.samples is not None
         tiles = self._owned[worker]
-        due = self.tiles.sizes[tiles] / len(self.tiles)
-        if self._guard is not None:
-            due = np.maximum(due + self._guard.owed[tiles], 0.0)
+        sizes = self.tiles.sizes[tiles]
         carried = np.array([self._carry.get(tile, 0.0) for tile in tiles.tolist()])
-        wanted: Floats = work.samples * due / due.sum() + carried
+        wanted: Floats = work.samples * sizes / sizes.sum() + carried
         counts = rounded(wanted, work.samples)
         self._carry.update(zip(tiles.tolist(), (wanted - counts).tolist(), strict=True))
         drawn = {tile: n for tile, n in zip(tiles.tolist(), counts.tolist(), strict=True) if n}
@@ -160,7 +161,7 @@ class Placed:
     def weigh(self, results: Collection[Result], k: int) -> dict[TaskId, float] | None:
         if self._guard is None:
             return None
-        weights = self._guard.weigh(results)
+        weights = self._guard.weigh(results, self._numbers)
         names = list(self._owned)
         late = self._guard.late(self._numbers, len(names), k)
         self._late = tuple(names[number] for number in late.tolist())
@@ -208,8 +209,10 @@ class Placed:
         homeless = any(owner not in speeds for owner in self._owner.values())
         if not homeless and all(len(self._owned.get(w, ())) for w in names):
             worth = (1 - self.tolerance) * self._seconds(self._owner, speeds)
-            if self._seconds(new, speeds) > worth:
+            before, self._wished = self._wished, self._seconds(new, speeds) < worth
+            if not (before and self._wished):
                 return
+        self._wished = False
         self.moved += sum(self._owner.get(tile, new[tile]) != new[tile] for tile in tiles)
         self._owner = new
         self._index()
@@ -241,12 +244,14 @@ class Placed:
             "late": self._late,
             "settled": self._settled,
             "looked": self._looked,
+            "wished": self._wished,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tiles.load_state_dict(state["tiles"])
         self.moved, self._owner, self._carry = state["moved"], state["owner"], state["carry"]
         self._late, self._settled, self._looked = state["late"], state["settled"], state["looked"]
+        self._wished = state["wished"]
         self._pace.load_state_dict(state["pace"])
         if self._guard is not None:
             self._guard.load_state_dict(state["guard"])

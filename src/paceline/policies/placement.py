@@ -37,8 +37,9 @@ class Placement(Protocol):
     def tiles(self) -> Partition | None:
         """How the data are cut; None: everyone draws from all of them."""
 
-    def check(self, workers: int, batch: int) -> None:
-        """Refuse what cannot work with so many workers and such a batch."""
+    def check(self, workers: int, samples: Sequence[float]) -> None:
+        """Refuse what cannot work with so many workers and results of a step that are this large,
+        if all are alike."""
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         """Take in what happened, and what is about to be cancelled."""
@@ -142,12 +143,24 @@ def sized(
     return dict(zip(workers, alone, strict=True))
 
 
-def check_most(most: Most, workers: int, batch: int) -> None:
-    given = limits(most, [f"w{i}" for i in range(workers)])
-    if given is not None and (min(given) < 1 or sum(given) < batch):
+def check_most(most: Most, workers: int, samples: Sequence[float]) -> None:
+    """Refuse limits of unknown workers, and those within which a step has no room."""
+    names = [f"w{i}" for i in range(workers)]
+    if isinstance(most, Mapping) and (unknown := [name for name in most if name not in names]):
         raise ValueError(
-            f"most={most}: {workers} workers that hold so many samples cannot share "
-            f"batch_size={batch}; use larger limits, or a smaller batch"
+            f"most names {', '.join(unknown)}; this engine has the workers w0 to w{workers - 1}"
+        )
+    given = limits(most, names)
+    if given is None:
+        return
+    if min(given) < 1:
+        raise ValueError(f"most={most}: everyone needs one sample at least")
+    # Whoever comes: those with the least room, and more than once if results are more than workers.
+    least = [*sorted(given)[: len(samples)], *[min(given)] * (len(samples) - workers)]
+    if sum(least) < sum(samples):
+        raise ValueError(
+            f"most={most}: {len(samples)} results within these limits may have {sum(least):g} "
+            f"samples, and a step needs {sum(samples):g}; use larger limits, or a smaller batch"
         )
 
 
@@ -162,8 +175,8 @@ class BySpeed:
 
     All can read all data, so who computes a sample does not matter: results are weighed by their
     samples, and the step is the gradient of the global batch whatever the shares. Where everyone
-    who gets a task is awaited, they add up to `batch_size`; where only k of them are, they do on
-    the average.
+    who gets a task is awaited, they add up to `batch_size`; where only k of them are, they do
+    about on the average.
     most: the samples that fit into a worker's memory, for all alike or for each by name.
     smoothing: how much the last task counts for: 1 for itself alone.
     """
@@ -180,8 +193,8 @@ class BySpeed:
     def tiles(self) -> None:
         return None
 
-    def check(self, workers: int, batch: int) -> None:
-        check_most(self.most, workers, batch)
+    def check(self, workers: int, samples: Sequence[float]) -> None:
+        check_most(self.most, workers, samples)
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         self._pace.learn(view, news)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline.core.journal import Entry, Header, Journal
 from paceline.core.ledger import Ledger, distinct_samples
 from paceline.core.protocol import (
+    SHARED,
     Cancel,
     Discard,
     Finished,
@@ -29,7 +30,6 @@ from paceline.core.protocol import (
 )
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
-SHARED = -1  # the one stream over all data
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
 Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
@@ -162,8 +162,8 @@ class Meter:
         for name, value in row.items():
             self.columns[name].append(value)
         for weight, result in zip(step.weights.values(), results, strict=True):
-            for tile, samples in (result.task.work.tiles or {}).items():
-                part = magnitude(weight) * samples / result.task.samples
+            for tile, count in (result.task.work.tiles or {}).items():
+                part = magnitude(weight) * count / result.task.samples
                 self._weight[tile] = self._weight.get(tile, 0.0) + part
         self.version += 1
         self.used += len(results)
@@ -290,7 +290,7 @@ def sample_fates(journal: Journal) -> list[Stretch]:
                     fates.update((id, ("used", seen[id])) for id in weights)
     last: dict[tuple[int, int, int], Task] = {}
     for task in tasks.values():
-        for place in _places(task):
+        for place in _places(task, *fates.get(task.id, ("unfinished", 0))):
             before = last.get(place)
             # Several compute the same part of a batch; if one is used, it is.
             if before is None or fates.get(before.id, ("unfinished", 0))[0] != "used":
@@ -310,10 +310,13 @@ def sample_fates(journal: Journal) -> list[Stretch]:
     return stretches
 
 
-def _places(task: Task) -> list[tuple[int, int, int]]:
+def _places(task: Task, fate: Fate, count: int) -> list[tuple[int, int, int]]:
     """Return in which stream of data the samples of a task are, where, and how many."""
     if task.work.tiles is not None:
-        return list(task.stretches())
+        if fate != "used":
+            return list(task.stretches())
+        done = task.drawn(count)  # the rest is drawn again
+        return [(tile, draw, done[tile]) for tile, draw, _ in task.stretches() if done[tile]]
     if task.work.parts is None:
         return [(SHARED, task.draw, task.samples * task.work.steps)]
     return [(SHARED, *task.part(index)) for index in task.work.parts]

@@ -345,8 +345,24 @@ def test_unused_samples_of_a_tile_are_drawn_again() -> None:
     ledger.apply(Discard(discarded.id))
     overtaken, last = (assign(ledger, "w0", Work(tiles={0: 2})) for _ in range(2))
     assert (overtaken.draws, last.draws) == ((0,), (2,))
-    ledger.apply(Cancel(overtaken.id))  # behind it others have been drawn
+    ledger.apply(Cancel(overtaken.id))  # behind it others have been drawn: it is done again
     assert assign(ledger, "w0", Work(tiles={0: 1})).draws == (4,)
+    again = assign(ledger, "w1", redo=overtaken.id)
+    assert (again.draws, again.attempt) == ((0,), 1)
+
+
+def test_samples_that_were_not_computed_in_time_are_drawn_again() -> None:
+    ledger = books("w0", "w1")
+    half = assign(ledger, "w0", Work(tiles={0: 4, 1: 8}, budget=1.0))
+    assert half.drawn(6) == {0: 2, 1: 4} and half.drawn(0) == {0: 0, 1: 0}
+    ledger.record(1.0, Finished(half.id, 6))
+    rest = assign(ledger, "w0", Work(tiles={0: 4, 1: 8}))
+    assert rest.draws == (2, 4)
+    ledger.record(1.0, Finished(rest.id, 0))
+    ledger.apply(Discard(rest.id))
+    assert not ledger.lost
+    ledger.apply(Discard(half.id))  # nothing was drawn behind it
+    assert assign(ledger, "w0", Work(tiles={0: 1, 1: 1})).draws == (0, 0)
 
 
 def test_a_tiles_samples_that_are_lost_are_done_again() -> None:

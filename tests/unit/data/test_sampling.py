@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.protocol import Task, Work
+from paceline.core.protocol import SHARED, Task, Work
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import SHARED, Samples, Stream
+from paceline.data.sampling import Samples, Stream
 from paceline.data.seeding import generator
 
 

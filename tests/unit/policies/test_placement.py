@@ -146,7 +146,7 @@ def test_a_policy_of_its_own_mind_refuses() -> None:
     ]:
         with pytest.raises(ValueError, match=why):
             pl.Trainer(problem(), policy, pl.Simulator(8), placement=pl.BySpeed())
-    with pytest.raises(ValueError, match="cannot share"):
+    with pytest.raises(ValueError, match="8 results within these limits may have 160 samples"):
         pl.Trainer(problem(), pl.sync(), pl.Simulator(8), placement=pl.BySpeed(most=20))
     with pytest.raises(ValueError, match="smoothing=0"):
         pl.BySpeed(smoothing=0)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.data.partition.base import Floats, Indices, Partition, normalized, quotas
-from paceline.data.partition.features import Fourier, Rows, Vectors, add_by_key
+from paceline.data.partition.features import Fourier, Rows, Vectors, add_by_key, as_rows
 from paceline.data.partition.groups import (
     CHUNK,
     chunks,
@@ -60,7 +60,7 @@ def balanced(
     >>> halves.sizes.tolist()
     [4, 4]
     """
-    portions = normalized(shares)
+    features, portions = as_rows(features), normalized(shares)
     classes, counts, _ = classes_of(labels, len(features))
     balancer = Balancer(
         portions, Fourier.fit(features, size, seed), seed=seed, quotas=quotas(counts, portions)

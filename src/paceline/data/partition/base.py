@@ -116,10 +116,10 @@ class Partition:
 
 def normalized(shares: Iterable[float] | int) -> Floats:
     """Return shares that add up to 1; a number stands for so many equal ones."""
-    if isinstance(shares, int):
-        if shares < 1:
+    if isinstance(shares, int | np.integer):
+        if shares < 1 or isinstance(shares, bool):
             raise ValueError(f"{shares} parts: use at least 1")
-        return np.full(shares, 1 / shares)
+        return np.full(int(shares), 1 / int(shares))
     given = [float(share) for share in shares]
     if not given or not all(isfinite(share) and share >= 0 for share in given) or not sum(given):
         raise ValueError(f"shares {given}: use numbers >= 0, finite, not all of them 0")
@@ -153,10 +153,12 @@ def quotas(counts: Sequence[int] | Indices, shares: Floats) -> NDArray[np.int64]
 
 def rounded(exact: Floats, total: int) -> Indices:
     """Round to whole numbers >= 0 that add up to the total, the largest fractions up."""
+    exact = exact + (total - exact.sum()) / len(exact)  # which carries may have moved
     whole = np.floor(np.maximum(exact, 0.0)).astype(np.int64)
     missing = total - int(whole.sum())
     if missing > 0:
-        whole[np.argsort(whole - exact, kind="stable")[:missing]] += 1
+        whole += missing // len(whole)  # none, but for rounding
+        whole[np.argsort(whole - exact, kind="stable")[: missing % len(whole)]] += 1
     while missing < 0:  # a carried debt was more than a class has
         last = max(np.flatnonzero(whole), key=lambda j: (whole[j] - exact[j], j))
         whole[last] -= 1

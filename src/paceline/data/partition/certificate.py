@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.data.partition.base import Floats, Indices, Partition, normalized
-from paceline.data.partition.features import Fourier, Rows, add_by_key
+from paceline.data.partition.features import Fourier, Rows, add_by_key, as_rows
 from paceline.data.seeding import generator
 
 _FEATURES = 2048
@@ -116,17 +116,19 @@ def certify(
                 f"{len(portions)} shares for {partition.parts} parts; give one for each"
             )
         targets = len(partition) * portions
-    warnings = _size_warnings(sizes, targets)
+    warnings = _size_warnings(sizes, targets, shares is not None)
     classes = np.zeros(len(partition), np.int64)
     class_distances = distances = rms = predicted = plain = None
     if labels is not None:
         given = np.asarray(labels)
-        _check(given.shape[:1], partition, "labels")
-        classes = np.unique(given.reshape(-1), return_inverse=True)[1].astype(np.int64)
+        _check(given.shape, partition, "labels")
+        classes = np.unique(given, return_inverse=True)[1].astype(np.int64)
         off, most = _class_distances(partition, classes)
         class_distances = tuple(off.tolist())
         warnings += _alarm(off, most, "a mixture of classes that is not that of the whole")
+        warnings += _rare_classes(partition, classes, np.unique(given).tolist())
     if features is not None:
+        features = as_rows(features)
         _check(features.shape[:1], partition, "features")
         fourier = Fourier.fit(features, _FEATURES, seed + _OTHER_SEED)
         squares, inside, total = _squares(partition, features, classes, fourier)
@@ -136,6 +138,9 @@ def certify(
         rms = sqrt(np.nanmean(squares))
         predicted, plain = sqrt(np.nanmean(chance) * inside), sqrt(np.nanmean(chance) * total)
         most = np.sqrt(chance * total * _tail(features, fourier, seed, partition.parts))
+        # And what few far-out samples may add to a small part (Bernstein's last term; no two
+        # features are farther apart than 2).
+        most += 2 * log(_CONFIDENCE * partition.parts) / (3 * np.maximum(sizes, 1))
         warnings += _alarm(np.sqrt(squares), most, "contents that are not those of the whole")
     return Certificate(
         sizes=tuple(sizes.tolist()),
@@ -152,12 +157,12 @@ def certify(
 def _check(shape: tuple[int, ...], partition: Partition, name: str) -> None:
     if shape != (len(partition),):
         raise ValueError(
-            f"{name} of {shape[0] if shape else 'no'} samples, but a partition of "
-            f"{len(partition)}; give both of the same data"
+            f"{name} of shape {shape} for a partition of {len(partition)} samples; give one for "
+            "each sample of the same data"
         )
 
 
-def _size_warnings(sizes: Indices, targets: Floats) -> list[str]:
+def _size_warnings(sizes: Indices, targets: Floats, planned: bool) -> list[str]:
     """Tell of parts that are empty or of another size than planned."""
     off = np.abs(sizes - targets)
     wrong = np.flatnonzero(off > np.maximum(_ROUNDED, _SIZE_TOLERANCE * targets))
@@ -168,7 +173,7 @@ def _size_warnings(sizes: Indices, targets: Floats) -> list[str]:
             f"{wrong.size} of {len(sizes)} parts are not of the planned size; part {worst} has "
             f"{sizes[worst]} samples instead of {targets[worst]:.1f}"
         )
-    if (empty := np.flatnonzero((sizes == 0) & (targets >= 1))).size:
+    if (empty := np.flatnonzero((sizes == 0) & ((targets >= 1) | (not planned)))).size:
         found.append(f"{empty.size} of {len(sizes)} parts are empty, the first is {empty[0]}")
     return found
 
@@ -199,6 +204,31 @@ def _class_distances(partition: Partition, classes: Indices) -> tuple[Floats, Fl
     off[partition.sizes == 0] = nan
     mean = np.sqrt(whole * (1 - whole)).sum() * np.sqrt(1 / sizes - 1 / len(classes)) / 2
     return off, mean + np.sqrt(log(_CONFIDENCE * partition.parts) / (2 * sizes))
+
+
+def _rare_classes(partition: Partition, classes: Indices, names: list[object]) -> list[str]:
+    """Tell of a class that is gathered in a part, or missing from it, against all chance.
+
+    Of a class with m samples a part that has the fraction p of all has x m or more with a
+    probability of at most exp(-m KL(x, p)), and so for x m or fewer (Hoeffding, 1963).
+    """
+    parts, counts = partition.parts, np.bincount(classes)
+    cells = np.bincount(classes * parts + partition.of, minlength=len(counts) * parts)
+    x = cells.reshape(-1, parts) / counts[:, None]
+    p = np.broadcast_to(partition.sizes / len(partition), x.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gathered = np.where(x > 0, x * np.log(x / p), 0.0)
+        missing = np.where(x < 1, (1 - x) * np.log((1 - x) / (1 - p)), 0.0)
+    unlikely = counts[:, None] * (gathered + missing)
+    unlikely[:, partition.sizes == 0] = 0.0  # which is told elsewhere
+    kind, part = np.unravel_index(int(np.nanargmax(unlikely)), x.shape)
+    if unlikely[kind, part] <= log(2 * _CONFIDENCE * x.size):
+        return []
+    has, of = int(cells[kind * parts + part]), int(counts[kind])
+    return [
+        f"part {part} has {has} of the {of} samples of class {names[kind]!r}, where its size calls "
+        f"for {of * p[kind, part]:.1f}; is the data sorted? use balanced or stratified"
+    ]
 
 
 def _squares(

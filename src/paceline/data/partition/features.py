@@ -36,6 +36,12 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
 
 
+def as_rows(given: Any) -> Rows:
+    """Return what can be sliced as it is, and lists as an array."""
+    rows: Rows = given if hasattr(given, "shape") else np.asarray(given)
+    return rows
+
+
 def pca(inputs: Rows, dimensions: int = 64, *, seed: int = 0, fit_on: int = 20_000) -> Vectors:
     """Return the principal components of inputs of any shape (n, ...), in the inputs' units.
 
@@ -45,6 +51,7 @@ def pca(inputs: Rows, dimensions: int = 64, *, seed: int = 0, fit_on: int = 20_0
     >>> pca(np.array([[0.0, 0.0], [3.0, 4.0]]), 1).tolist()
     [[-2.5], [2.5]]
     """
+    inputs = as_rows(inputs)
     count, width = _measured(inputs)
     if not dimensions >= 1:
         raise ValueError(f"dimensions={dimensions}: use at least 1, such as 64")
@@ -90,6 +97,7 @@ class Fourier:
         cls, z: Rows, size: int = 256, seed: int = 0, bandwidth: float | None = None
     ) -> Fourier:
         """Choose the bandwidth: the median distance, but for 0s, among 2,000 of the samples."""
+        z = as_rows(z)
         count, width = _measured(z)
         if bandwidth is None:
             bandwidth = _median_distance(_some(z, count, seed))
@@ -104,7 +112,8 @@ class Fourier:
                 f"samples of {chunk.shape[1]} numbers, but these features are of {self.width}; "
                 "fit them anew"
             )
-        angles = chunk @ self._frequencies
+        with np.errstate(invalid="ignore", over="ignore"):  # which is told in the next line
+            angles = chunk @ self._frequencies
         if not np.isfinite(angles).all():
             raise ValueError("features hold numbers that are not finite; replace or drop them")
         half = self.size // 2

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.data.partition.base import Floats, Indices, Partition
-from paceline.data.partition.features import Fourier, Rows, Vectors, add_by_key
+from paceline.data.partition.features import Fourier, Rows, Vectors, add_by_key, as_rows
 from paceline.data.partition.groups import CHUNK, chunks, classes_of, groups, sorted_at_random
 from paceline.data.seeding import generator
 
@@ -33,6 +33,7 @@ def refined(
     |y - x|^2 (1/n_a^2 + 1/n_b^2), with D the excess of a part's sum. With hundreds of classes
     leave it: what each of them gains, the parts as wholes may lose.
     """
+    features = as_rows(features)
     codes, counts, _ = classes_of(labels, len(features))
     if len(partition) != len(features):
         raise ValueError(

@@ -111,7 +111,7 @@ def test_skewed_splits_are_flagged() -> None:
         found = certify(partition, z, labels)
         assert not found.ok
         assert "classes" in found.warnings[0]
-        assert "contents" in found.warnings[1]
+        assert "contents" in found.warnings[-1]
         assert not certify(partition, labels=labels).ok
         # Without labels the contents give it away.
         assert not certify(partition, z).ok
@@ -124,6 +124,26 @@ def test_skewed_splits_are_flagged() -> None:
     found = certify(Partition(inside), z, labels)
     assert len(found.warnings) == 1
     assert "parts have contents" in found.warnings[0]
+
+
+def test_a_rare_class_in_one_place_is_flagged() -> None:
+    z, labels = np.random.default_rng(0).standard_normal((1000, 4)), np.arange(1000) % 5
+    labels[:10] = 9
+    found = certify(Partition(np.arange(1000) * 10 // 1000), z, labels)
+    assert "part 0 has 10 of the 10 samples of class 9" in found.warnings[-1]
+    assert certify(stratified(labels, 10), z, labels).ok
+
+
+def test_a_few_far_out_samples_are_no_alarm() -> None:
+    for spikes, parts in ((1, 100), (10, 50)):
+        z = np.zeros((1000, 1))
+        z[:spikes] = 1
+        assert all(certify(even(1000, parts, seed=seed), z).ok for seed in range(20))
+
+
+def test_unplanned_empty_parts_are_told() -> None:
+    found = certify(Partition([0, 2, 0, 2], 4))
+    assert found.warnings == ("2 of 4 parts are empty, the first is 1",)
 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="apt install dataset-fashion-mnist")
@@ -183,9 +203,9 @@ def test_the_table_begins_with_the_verdict() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     z, labels = blobs(10)
-    with pytest.raises(ValueError, match="labels of 10 samples, but a partition of 9"):
+    with pytest.raises(ValueError, match=r"labels of shape \(10,\) for a partition of 9"):
         certify(even(9, 2), labels=labels)
-    with pytest.raises(ValueError, match="features of 10 samples, but a partition of 9"):
+    with pytest.raises(ValueError, match=r"features of shape \(10,\) for a partition of 9"):
         certify(even(9, 2), z)
     with pytest.raises(ValueError, match="3 shares for 2 parts"):
         certify(even(9, 2), shares=3)
