@@ -31,10 +31,10 @@ from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
 from paceline.policies.placed import Placed
-from paceline.policies.placement import Placement
+from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
-from paceline.report.text import placed_line, summary
+from paceline.report.text import placed_line, speeds_line, summary
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,12 @@ class Run:
         """Say in a few lines what was done, used and wasted, and what it cost."""
         text = summary(self.meter, self.reason, self.journal.header.batch)
         placement = getattr(self.learned, "placement", None)
+        if isinstance(placement, Placed | BySpeed):
+            text += "\n" + speeds_line(placement.speeds())
         if isinstance(placement, Placed):
             waited = getattr(self.learned, "waited", 0)
-            text += "\n" + placed_line(placement.moved, waited, placement.missed())
+            moved = placement.moved if placement.move else None
+            text += "\n" + placed_line(moved, waited, placement.missed())
         return text
 
     def samples(self) -> list[Stretch]:
@@ -351,8 +354,20 @@ def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:
     """Return a policy whose tasks are sized and placed so."""
     if (inner := getattr(policy, "inner", None)) is not None:
         return replace(policy, inner=_placed(inner, placement, workers))  # type: ignore[type-var]
-    if isinstance(placement, Partition | type):
-        raise ValueError(f"placement={placement!r}: give pl.Placed(partition), or pl.BySpeed()")
+    if (
+        isinstance(placement, type)
+        or not hasattr(placement, "sizes")
+        or isinstance(placement, Partition)
+    ):
+        raise ValueError(
+            f"placement={placement!r}: give an object, pl.BySpeed() or pl.Placed(partition)"
+        )
+    if isinstance(placement, Placed) and placement.move and placement.tiles.parts < 4 * workers:
+        logger.warning(
+            "%d tiles for %d workers are too few to move about: cut the data into some 16 for "
+            "each worker, or use Placed(…, move=False) to size tasks by speed",
+            placement.tiles.parts, workers,
+        )  # fmt: skip
     if not hasattr(policy, "placement"):
         raise ValueError(
             f"{describe(policy)} decides itself what everyone computes, and takes no placement; "

@@ -87,6 +87,7 @@ class ProportionalSampler(Sampler[list[int]]):
         gather: Gather | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._asked = rank is None  # of torch.distributed
         if (rank is None) != (world_size is None):
             raise ValueError("give both rank and world_size, or neither to ask torch.distributed")
         if rank is None or world_size is None:
@@ -133,6 +134,7 @@ class ProportionalSampler(Sampler[list[int]]):
         self._turn = 0  # counts iterations
         self._drawn: deque[_Piece] = deque()  # and not yet handed out
         self._piece: _Piece | None = None  # of the batch in hand
+        self._scaled = True  # the loss of the batch in hand
         self._began: float | None = None  # when that was asked for, if it is to be timed
         self._samples, self._seconds = 0, 0.0  # timed since the last exchange
         self._device = torch.device("cpu")  # where the losses are
@@ -186,6 +188,12 @@ class ProportionalSampler(Sampler[list[int]]):
                 f"this {type(loader).__name__} does not draw from this sampler; give measured() "
                 f"the DataLoader(dataset, batch_sampler=sampler) itself, and wrap what it returns"
             )
+        grouped = self._asked and dist.is_available() and dist.is_initialized()
+        if grouped and dist.get_world_size() != self.world_size:
+            raise RuntimeError(
+                f"this sampler was made for {self.world_size} rank, before init_process_group(), "
+                f"and there are {dist.get_world_size()}; make it afterwards"
+            )
         if not getattr(loader, "in_order", True):
             raise ValueError("in_order=False mixes up the steps; use DataLoader(in_order=True)")
         return self._timing(loader)
@@ -209,7 +217,13 @@ class ProportionalSampler(Sampler[list[int]]):
                 self._began = began if piece.own == last else None
                 last, self._done = piece.own, piece.step
                 self._schedule.left -= 1
+                self._scaled = False
                 yield batch
+                if not self._scaled and self.world_size > 1:
+                    raise RuntimeError(
+                        "the loss of the last batch was not scaled, and its gradient is not that "
+                        "of the global batch; write sampler.scale(loss).backward()"
+                    )
                 self._done = piece.step + 1
                 if not self._fixed and self._schedule.left <= 0:
                     rows = self._exchange()
@@ -231,7 +245,7 @@ class ProportionalSampler(Sampler[list[int]]):
                 f"scale() takes the mean loss of the batch, one number, not {tuple(loss.shape)}; "
                 f'use loss.mean(), or reduction="mean"'
             )
-        self._device = loss.device
+        self._device, self._scaled = loss.device, True
         if self._began is not None:
             self._samples += self._piece.own
             self._seconds += self._now() - self._began

@@ -126,8 +126,9 @@ class Gather:
             raise ValueError("parts of a batch are the same for all who have them: no placement")
         if placement.tiles is not None and self.combine is not mean:
             raise ValueError(
-                f"placed data are weighed by what they are owed, and not by {self.combine!r}; "
-                "leave combine= out, or use asynchronous(damping=False)"
+                "placed data are weighed by what they are owed, and not by "
+                f"{getattr(self.combine, '__name__', self.combine)}; use "
+                "asynchronous(damping=False), or leave combine= out"
             )
 
     @property

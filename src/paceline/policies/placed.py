@@ -76,7 +76,10 @@ class Placed:
             )
         if not self.tiles.sizes.all():
             empty = int(np.flatnonzero(self.tiles.sizes == 0)[0])
-            raise ValueError(f"tile {empty} is empty; use fewer tiles than samples")
+            raise ValueError(
+                f"tile {empty} is empty; number the tiles from 0 on without gaps, and use fewer "
+                "than there are samples"
+            )
         if self.owners is not None:
             named = sorted(tile for tiles in self.owners.values() for tile in tiles)
             if named != list(range(self.tiles.parts)):

@@ -40,14 +40,14 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
     if len(represented):
         least, most = int(represented.argmin()), int(represented.argmax())
         lines.append(
-            f"  data      {len(represented)} tiles; weight over what its size calls for: "
-            f"{represented[least]:.0%} (tile {least}) to {represented[most]:.0%} (tile {most})"
+            f"  data      {len(represented)} tiles, {represented[least]:.0%} (tile {least}) to "
+            f"{represented[most]:.0%} (tile {most}) of the weight due to their sizes"
         )
         if represented[least] < _FORGOTTEN:
-            few = int((represented < _FORGOTTEN).sum())
+            few = _number(int((represented < _FORGOTTEN).sum()), "tile")
             lines.append(
-                f"            WARNING: the model has hardly seen {few} of them; use "
-                "Placed(bound=…), or wait for more results"
+                f"            WARNING: {few} had less than half of it; use Placed(bound=…) if "
+                "there is none, or train longer"
             )
     if meter.message_bytes:
         down, up = in_bytes(meter.down_bytes), in_bytes(meter.up_bytes)
@@ -60,13 +60,26 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
     return "\n".join(lines)
 
 
-def placed_line(moved: int, waited: int, missed: Mapping[int, float]) -> str:
+def speeds_line(speeds: Mapping[str, float]) -> str:
+    """Say how quick the slowest and the quickest workers were, in samples a second.
+
+    >>> speeds_line({"w0": 5.5, "w1": 22.0, "w2": 11.0})
+    '  speeds    w0 5.5, w2 11, w1 22 samples a second'
+    """
+    told = [f"{worker} {speed:.3g}" for worker, speed in sorted(speeds.items(), key=lambda s: s[1])]
+    if len(told) > 8:
+        told = [*told[:4], "…", *told[-3:]]
+    return f"  speeds    {', '.join(told) or 'none known'} samples a second"
+
+
+def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> str:
     """Say what was done for data that stay with their workers.
 
     >>> placed_line(3, 1, {5: 80.2})
     '  placement 3 tiles moved, 1 step waited for data; nobody had tile 5 (80 steps)'
     """
-    line = f"  placement {_number(moved, 'tile')} moved, {_number(waited, 'step')} waited for data"
+    line = "  placement " + ("" if moved is None else f"{_number(moved, 'tile')} moved, ")
+    line += f"{_number(waited, 'step')} waited for data"
     if missed:
         worst = max(missed, key=lambda tile: missed[tile])
         more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""

@@ -461,3 +461,11 @@ def test_shares_add_up_in_the_order_of_ranks() -> None:
     ends = [0, *accumulate(len(part) for part in parts)]
     assert ends == [0, 3, 9, 15]
     assert parts == [order[a:b] for a, b in pairwise(ends)]
+
+
+def test_a_loss_that_is_not_scaled_is_told() -> None:
+    sampler = ProportionalSampler(40, 10, speeds=[1, 5], rank=0, world_size=2)
+    loader = DataLoader(list(range(40)), batch_sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(RuntimeError, match=r"write sampler.scale\(loss\).backward\(\)"):
+        for _ in sampler.measured(loader):
+            pass

@@ -177,7 +177,7 @@ def test_tiles_that_stay_wait_for_their_owner_and_are_reported() -> None:
     assert list(missed) == [5] and missed[5] > 80
     represented = run.meter.represented()
     assert represented[5] < 0.2 and represented.argmin() == 5
-    assert "WARNING: the model has hardly seen 1 of them" in run.summary()
+    assert "WARNING: 1 tile had less than half of it" in run.summary()
     assert "nobody had tile 5 (9" in run.summary()
     back = [(3.0, pl.Left("w5")), (20.0, pl.Joined("w5"))]
     run = fit(pl.sync(), pl.Placed(SHARDS, move=False), steps=300, slow=1.0, schedule=back)

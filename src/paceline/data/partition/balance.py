@@ -79,7 +79,7 @@ def balanced(
 class Balancer:
     """Deals out a stream of samples chunk by chunk, for data that nobody holds as a whole.
 
-    At every moment each part has its share of each class, to within one sample. Chunks should
+    At every moment each part has its share of each class, to within two samples. Chunks should
     hold some hundred samples or more: a class that has one sample in a chunk leaves no choice.
     With `quotas`, row c of them is what the parts get of class c, in the end, exactly.
     """

@@ -28,7 +28,8 @@ class Partition:
         if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
             raise ValueError(
                 f"a partition names the part of each sample: give whole numbers in one dimension, "
-                f"at least one, not {given.dtype} of shape {given.shape}"
+                f"at least one, not {given.dtype} of shape {given.shape}; for lists of the samples "
+                "of each part use Partition.from_lists"
             )
         least, most = int(given.min()), int(given.max())
         self.parts = most + 1 if parts is None else parts
@@ -109,8 +110,8 @@ class Partition:
 
     def merged(self, into: Sequence[int], parts: int | None = None) -> Partition:
         """Put parts together: part j of this one becomes a piece of part `into[j]`."""
-        if len(into) != self.parts:
-            raise ValueError(f"{len(into)} places for {self.parts} parts; name one for each")
+        if not isinstance(into, Sequence | np.ndarray) or len(into) != self.parts:
+            raise ValueError(f"into={into!r}: name a place for each of the {self.parts} parts")
         return Partition(np.asarray(into, np.int64)[self.of], parts)
 
 
@@ -122,7 +123,11 @@ def normalized(shares: Iterable[float] | int) -> Floats:
         return np.full(int(shares), 1 / int(shares))
     given = [float(share) for share in shares]
     if not given or not all(isfinite(share) and share >= 0 for share in given) or not sum(given):
-        raise ValueError(f"shares {given}: use numbers >= 0, finite, not all of them 0")
+        told = ", ".join(f"{share:g}" for share in given[:8]) + (", …" if len(given) > 8 else "")
+        raise ValueError(
+            f"shares [{told}]: use numbers >= 0, finite, not all of them 0"
+            + ("; are these labels? they come after the shares" if len(given) > 8 else "")
+        )
     return np.array(given) / sum(given)
 
 

@@ -61,25 +61,28 @@ class Certificate:
         return self.rms / self.predicted
 
     def __str__(self) -> str:
-        lines = ["OK: the parts are alike" if self.ok else "NOT OK: the parts are not alike"]
+        bad = "some parts are empty" if 0 in self.sizes else "the parts are not alike"
+        lines = ["OK: the parts are alike" if self.ok else f"NOT OK: {bad}"]
         if self.ok and self.ratio is None:
             lines = ["OK: as far as sizes and labels tell"]
         if self.ratio is not None:
             lines[0] += f", at {self.ratio:.2f} times the distance of a random split"
         lines += [f"  ! {warning}" for warning in self.warnings]
-        lines.append(f"{'part':>6} {'samples':>10} {'planned':>12} {'classes':>8} {'distance':>10}")
+        lines.append(f"{'part':>6} {'samples':>10} {'planned':>12} {'class mix':>9} {'MMD':>10}")
+        planned = tuple(map(float, self.sizes)) != self.targets
         for part in self._told():
             size, target = self.sizes[part], self.targets[part]
             classes = "-" if self.class_distances is None else f"{self.class_distances[part]:.4f}"
             distance = "-" if self.distances is None else f"{self.distances[part]:.2e}"
-            lines.append(f"{part:>6} {size:>10} {target:>12.1f} {classes:>8} {distance:>10}")
+            plan = f"{target:.1f}" if planned else "-"
+            lines.append(f"{part:>6} {size:>10} {plan:>12} {classes:>9} {distance:>10}")
         if (rest := len(self.sizes) - len(self._told())) > 0:
             lines.append(f"   and {rest} others")
         if self.rms is not None:
-            lines.append(
-                f"root mean square distance {self.rms:.2e}; a random split has "
-                f"{self.predicted:.2e}, one that ignores classes {self.predicted_plain:.2e}"
-            )
+            chance = f"a random split has {self.predicted_plain:.2e}"
+            if self.class_distances is not None:
+                chance = f"a stratified random split has {self.predicted:.2e}, and {chance}"
+            lines.append(f"root mean square MMD {self.rms:.2e}; {chance}")
         return "\n".join(lines)
 
     def _told(self) -> list[int]:
@@ -107,6 +110,10 @@ def certify(
     >>> print(str(certify(Partition([0, 1, 1, 0]), labels=[0, 0, 1, 1])).splitlines()[0])
     OK: as far as sizes and labels tell
     """
+    if not isinstance(partition, Partition):
+        raise ValueError(
+            f"{type(partition).__name__} is no partition; certify(partition, features, labels)"
+        )
     sizes = partition.sizes
     targets = sizes.astype(np.float64)
     if shares is not None:

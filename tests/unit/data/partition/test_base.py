@@ -66,7 +66,7 @@ def test_lists_must_name_each_sample_once() -> None:
         Partition.from_lists([[0], [5]])
     with pytest.raises(ValueError, match="part 2 is none of the 2"):
         Partition([0, 1]).indices(2)
-    with pytest.raises(ValueError, match="1 places for 2 parts"):
+    with pytest.raises(ValueError, match="name a place for each of the 2 parts"):
         Partition([0, 1]).merged([0])
 
 
