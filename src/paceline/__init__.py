@@ -61,6 +61,11 @@ from paceline.policies.wrappers import MinWorkers, Until
 from paceline.trainer import Run, Trainer
 
 if TYPE_CHECKING:
+    from paceline.codecs.chain import Chain
+    from paceline.codecs.feedback import DeepGradient, Feedback
+    from paceline.codecs.lowrank import LowRank
+    from paceline.codecs.quantize import BFloat16, Half, Int8, Sign
+    from paceline.codecs.sparse import RandomK, TopK
     from paceline.engines.ray.engine import Ray
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
@@ -73,6 +78,11 @@ _LAZY = {
     "TorchLearner": "paceline.learners.torch",
     "ClipNorm": "paceline.learners.transforms",
     "TrustRatio": "paceline.learners.transforms",
+    **dict.fromkeys(("TopK", "RandomK"), "paceline.codecs.sparse"),
+    **dict.fromkeys(("Int8", "Sign", "Half", "BFloat16"), "paceline.codecs.quantize"),
+    **dict.fromkeys(("Feedback", "DeepGradient"), "paceline.codecs.feedback"),
+    "LowRank": "paceline.codecs.lowrank",
+    "Chain": "paceline.codecs.chain",
 }
 
 __all__ = [
@@ -80,11 +90,13 @@ __all__ = [
     "LCB",
     "Advice",
     "Allocate",
+    "BFloat16",
     "Bandit",
     "Bounded",
     "Bursts",
     "BySpeed",
     "Callback",
+    "Chain",
     "Changed",
     "CheckpointError",
     "Checkpoints",
@@ -92,14 +104,18 @@ __all__ = [
     "Coded",
     "Coordinator",
     "Deadline",
+    "DeepGradient",
     "Erlang",
     "Exponential",
+    "Feedback",
     "Fixed",
     "Gather",
     "Greedy",
     "GrowOnNoise",
     "GrowWhenStationary",
+    "Half",
     "Index",
+    "Int8",
     "Joined",
     "Journal",
     "LeastSquares",
@@ -107,6 +123,7 @@ __all__ = [
     "Link",
     "LogNormal",
     "Logistic",
+    "LowRank",
     "MinWorkers",
     "Mixture",
     "Pareto",
@@ -116,16 +133,19 @@ __all__ = [
     "Prices",
     "Progress",
     "Quadratic",
+    "RandomK",
     "Ray",
     "Run",
     "Scaled",
     "Schedule",
     "ShiftedExponential",
+    "Sign",
     "Simulator",
     "StalledError",
     "SubExponential",
     "Thompson",
     "Timing",
+    "TopK",
     "TorchLearner",
     "Trace",
     "Trainer",

@@ -13,7 +13,7 @@ from importlib import metadata
 from itertools import count
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
 from paceline.report.text import placed_line, speeds_line, summary
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,9 @@ class Trainer:
     prices: what hours and bytes cost, for all workers alike or for each of w0, w1, …
     placement: how the batch is shared out and where the data live: `BySpeed()`, `Placed(tiles)`;
         by default all get equal shares, of data that all can read.
+    codec: what results are encoded with on their way: `Feedback(TopK(0.01))`, `BFloat16()`, …
+    down: what models are encoded with on theirs, as changes of a copy that both ends keep:
+        `TopK(0.1)`, `Int8()`, …
     """
 
     def __init__(
@@ -104,7 +110,15 @@ class Trainer:
         progress: bool = True,
         prices: Prices | None = None,
         placement: Placement | None = None,
+        codec: Codec | None = None,
+        down: Codec | None = None,
     ) -> None:
+        if codec is not None and hasattr(_innermost(policy), "code"):
+            raise ValueError(
+                "a gradient code decodes from results as they are; leave codec= out, or use a "
+                "policy that averages, such as k_sync"
+            )
+        self._codec, self._down = codec, down
         given = placement or getattr(_innermost(policy), "placement", None)
         if given is not None:
             policy = _placed(policy, given, engine.size)
@@ -154,6 +168,8 @@ class Trainer:
             coordinator.ledger.version,
             self._min_workers,
             self._tiles,
+            self._codec,
+            self._down,
         )
         save_state(coordinator.policy)  # what cannot be saved is told now, not after hours
         ended = _Reason()
@@ -319,6 +335,8 @@ class Trainer:
             **self._learner.about(),
             "seed": self._seed,
             "policy": describe(self._policy),
+            **({} if self._codec is None else {"codec": describe(self._codec)}),
+            **({} if self._down is None else {"down": describe(self._down)}),
         }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.codecs.base import Codec
 from paceline.core.coordinator import Coordinator, run
 from paceline.core.protocol import (
     MAIN,
@@ -152,6 +153,54 @@ def test_placed_data_give_the_same_bits_on_every_engine(engine: TrainingEngine) 
         return flat(trainer.fit(steps=20).model)
 
     assert torch.equal(model(engine), model(pl.Simulator(4, pl.Pareto(1.0, 1.5))))
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "everything": lambda: pl.TopK(1.0),
+    "bfloat16": lambda: pl.BFloat16(),
+    "feedback": lambda: pl.Feedback(pl.Chain(pl.TopK(0.1), pl.Int8())),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_results_travel_encoded(engine: TrainingEngine, name: str) -> None:
+    def fit_by(policy: Policy, codec: Codec | None) -> pl.Run:
+        trainer = pl.Trainer(make_learner(), policy, engine, progress=False, codec=codec)
+        return trainer.fit(steps=40)
+
+    plain, run = fit_by(pl.sync(), None), fit_by(pl.sync(), CODECS[name]())
+    sent = run.meter.up_bytes / plain.meter.up_bytes
+    assert pl.replay(run.policy, run.journal) == run.journal
+    assert run.metrics["loss"][-5:].mean() < 0.5 * run.metrics["loss"][:3].mean()
+    if name == "everything":
+        assert torch.equal(flat(run.model), flat(plain.model))
+        assert 1 < sent < 1.2  # and the headers
+    elif name == "bfloat16":
+        assert torch.allclose(flat(run.model), flat(plain.model), atol=0.02)
+        assert sent < 0.7
+    else:
+        assert sent < 0.35
+        dropping = fit_by(pl.k_sync(3), CODECS[name]())
+        assert dropping.metrics["loss"][-5:].mean() < 0.5 * dropping.metrics["loss"][:3].mean()
+
+
+def test_models_travel_as_changes(engine: TrainingEngine) -> None:
+    def fit_down(policy: Policy, down: Codec | None) -> pl.Run:
+        trainer = pl.Trainer(make_learner(), policy, engine, progress=False, down=down)
+        return trainer.fit(steps=40)
+
+    if getattr(engine, "servers", None) is not None:
+        with pytest.raises(ValueError, match="servers publish slices of the model as they are"):
+            fit_down(pl.sync(), pl.Int8())
+        return
+    plain = fit_down(pl.sync(), None)
+    same = fit_down(pl.sync(), pl.TopK(1.0))
+    assert torch.allclose(flat(same.model), flat(plain.model), atol=1e-4)
+    for policy in (pl.sync(), pl.k_sync(3), pl.asynchronous(4)):
+        run = fit_down(policy, pl.Chain(pl.TopK(0.2), pl.Int8()))
+        assert run.metrics["loss"][-5:].mean() < 0.9 * run.metrics["loss"][:3].mean()
+        assert run.meter.down_bytes < 0.7 * run.meter.started * run.meter.message_bytes
+        assert pl.replay(run.policy, run.journal) == run.journal
 
 
 def test_steps_are_numbered_and_follow_their_commands(engine: TrainingEngine) -> None:

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = [
     "README.md",
-    *(f"docs/{page}.md" for page in ("guide", "selection", "placement", "ddp", "coding")),
+    *(
+        f"docs/{page}.md"
+        for page in ("guide", "selection", "placement", "messages", "ddp", "coding")
+    ),
 ]
 
 

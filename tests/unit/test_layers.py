@@ -17,15 +17,17 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"core"},
     "delays": {"core"},
     "codes": {"core"},
-    "ddp": {"core", "data"},
+    "codecs": {"core"},
+    "ddp": {"core", "codecs", "data", "policies"},
     "learners": {"core", "data", "codes"},
-    "engines": {"core", "codes", "data", "delays", "learners"},
+    "engines": {"core", "codecs", "codes", "data", "delays", "learners"},
     "planner": {"core", "codes", "policies", "delays", "learners", "engines"},
     "report": {"core"},
     "callbacks": {"learners", "report"},
     "checkpoint": {"core", "learners"},
     "trainer": {
         "core",
+        "codecs",
         "data",
         "policies",
         "learners",
@@ -43,6 +45,7 @@ PACKAGES: dict[str, set[str]] = {
     "data": {"numpy"},
     "delays": {"numpy"},
     "codes": {"numpy"},
+    "codecs": {"numpy", "torch"},
     "ddp": {"numpy", "torch"},
     "learners": {"numpy", "torch"},
     "engines": {"numpy", "ray"},
@@ -56,12 +59,15 @@ PACKAGES: dict[str, set[str]] = {
 # One file each, so that the rest works without them.
 ONLY_IN = {
     "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")}
-    | {f"ddp/{name}.py" for name in ("sampler", "exchange")},
+    | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
+    | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
     "hypothesis": {"testing/histories.py"},
     # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.
-NO_CLOCK = {"core", "policies", "data", "delays", "codes", "learners", "report", "checkpoint"}
+NO_CLOCK = {
+    *("core", "policies", "data", "delays", "codes", "codecs", "learners", "report", "checkpoint"),
+}
 
 
 def layer(path: Path) -> str:

@@ -194,6 +194,8 @@ class Finished:
     seconds: float = 0.0
     stats: Stats = field(default_factory=dict)
     waited: float = 0.0  # seconds since it arrived: the engine was busy with something else
+    sent: int | None = None  # bytes that it took; None: as many as a model's, or a code's
+    got: int | None = None  # bytes that the task's model took; None: as many as a model's
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""For torchrun scripts with DistributedDataParallel: each rank's part of a batch by its speed."""
+"""For torchrun scripts with DistributedDataParallel: shares by speed, and what is sent."""
 
+from paceline.ddp.hooks import CodecHook, TriggeredHook
 from paceline.ddp.sampler import ProportionalSampler
 
-__all__ = ["ProportionalSampler"]
+__all__ = ["CodecHook", "ProportionalSampler", "TriggeredHook"]

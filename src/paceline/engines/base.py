@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.protocol import Engine, Want
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Learner, Saved, Server
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Job:
     steps: int = 0  # the version already reached
     min_workers: int = 1  # how many must be up before the clock starts
     tiles: Partition | None = None  # of the data, where each has samples of its own
+    codec: Codec | None = None  # of results on their way
+    down: Codec | None = None  # of models on theirs
 
 
 class TrainingEngine(Engine, Protocol):

@@ -11,8 +11,9 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,6 +47,11 @@ from paceline.engines.base import Job
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Array, Saved, mean_loss
 
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+    from paceline.codecs.downlink import Downlink
+    from paceline.codecs.uplink import Uplink
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -77,6 +83,9 @@ class _Worker:
     memory: dict[str, float] = field(default_factory=dict)
     waiting: deque[Task] = field(default_factory=deque)
     run: _Run | None = None
+    uplink: Uplink | None = None
+    known: int | None = None  # the version of the public copy that it has
+    got: int = 0  # bytes that its last model took
 
 
 class Simulator:
@@ -135,7 +144,7 @@ class Simulator:
         self._replica = job.learner.replica(job.seed, job.tiles)
         self._arithmetic = not isinstance(job.learner, Timing)
         self._per_sample = 1 / (self._unit or job.learner.batch_size / self.size)
-        self._bytes = job.learner.message_bytes
+        self._bytes = self._sent = job.learner.message_bytes
         self._rng = np.random.Generator(np.random.PCG64(job.seed))
         self._now = self._ready = job.began
         self._order = 0
@@ -147,11 +156,19 @@ class Simulator:
         self._models: dict[int, Array] = {}
         self._users: dict[int, int] = {}  # of each model kept
         self._results: dict[TaskId, tuple[Array | None, float | None]] = {}
+        self._senders: dict[TaskId, WorkerId] = {}  # of encoded results
         links = [self._link] if isinstance(self._link, Link) else self._link
         self._workers = {
             f"w{i}": _Worker(resolve(self._delays, f"w{i}", i), links[i % len(links)])
             for i in range(self.size)
         }
+        if job.codec is not None:
+            self._open_uplinks(job.codec)
+        self._downlink: Downlink | None = None
+        if job.down is not None:
+            from paceline.codecs.downlink import Downlink
+
+            self._downlink = Downlink(job.down, job.server.vector, job.server.layout.trained)
         if saved is not None:
             self._load(saved)
             return
@@ -160,6 +177,21 @@ class Simulator:
         for at, event in self._schedule:
             if at >= self._now:
                 self._push(at, event)
+
+    def _open_uplinks(self, codec: Codec) -> None:
+        """Give every worker a sender, and see how long a message of noise is."""
+        from paceline.codecs.uplink import Uplink, received
+
+        if not self._arithmetic:
+            raise ValueError("Timing has no results to encode; say message_bytes of what is sent")
+        layout, dtype = self._job.server.layout, self._job.server.vector.dtype
+        self._whole = [(0, layout.size)]
+        self._uplink = partial(Uplink, codec, layout.trained)
+        self._receive = partial(received, codec=codec, span=self._whole[0], trained=layout.trained)
+        for worker in self._workers.values():
+            worker.uplink = self._uplink()
+        noise = np.random.Generator(np.random.PCG64(0)).standard_normal(layout.size).astype(dtype)
+        self._sent = self._uplink().send(noise, 0, 1.0, self._whole)[0].nbytes
 
     def settle(self) -> None:
         pass
@@ -206,6 +238,7 @@ class Simulator:
                 self._step(command)
             case Discard(id):
                 self._results.pop(id, None)
+                self._refund(id)
             case SetTimer(name, at):
                 if at < inf:
                     self._push(at, TimerFired(name))
@@ -220,13 +253,19 @@ class Simulator:
 
     def _begin(self, worker: _Worker, task: Task) -> None:
         link, total = worker.link, task.computed
-        begin = max(self._now, self._ready) + link.latency + self._bytes / link.down
+        worker.got = self._bytes
+        if self._downlink is not None:
+            changes = self._downlink.since(worker.known, task.version)
+            worker.known = task.version
+            if changes is not None:
+                worker.got = sum(each.nbytes for each in changes)
+        begin = max(self._now, self._ready) + link.latency + worker.got / link.down
         seconds = worker.delay.sample(self._rng, begin, worker.memory) * total * self._per_sample
         if seconds > task.work.budget:
             total = int(total * task.work.budget / seconds)
             seconds = task.work.budget
         worker.run = _Run(task, seconds, total)
-        sent = self._bytes / task.work.messages
+        sent = self._sent / task.work.messages
         self._push(begin + seconds + link.latency + sent / link.up, task)
 
     def _finish(self, task: Task) -> Event | None:
@@ -236,6 +275,7 @@ class Simulator:
             self._garbage -= 1
             return None
         worker.run = None
+        got = None if self._downlink is None else worker.got
         if worker.waiting:
             self._begin(worker, worker.waiting.popleft())
         if not run.wanted:  # could not be interrupted; the coordinator will discard it
@@ -247,8 +287,14 @@ class Simulator:
         outcome = self._replica.compute([model], task, lambda done: done < run.samples)
         self._forget(task)
         vector = None if outcome.vector is None else np.array(outcome.vector)
+        sent = None
+        if worker.uplink is not None and vector is not None:
+            rate = self._job.learner.rate(task.version)
+            packed = worker.uplink.send(vector, task.id, rate, self._whole)[0]
+            sent, vector = packed.nbytes, self._receive(packed)
+            self._senders[task.id] = task.worker
         self._results[task.id] = vector, outcome.stats.get("loss")
-        return Finished(task.id, outcome.samples, run.seconds, outcome.stats)
+        return Finished(task.id, outcome.samples, run.seconds, outcome.stats, sent=sent, got=got)
 
     def _cancel(self, task: Task) -> None:
         worker = self._workers[task.worker]
@@ -287,6 +333,9 @@ class Simulator:
             worker.run = None
             self._sweep()
         worker.waiting.clear()
+        worker.known = None
+        if worker.uplink is not None:
+            worker.uplink = self._uplink()  # its memory is gone with it
         for task in gone:
             self._forget(task)
 
@@ -302,13 +351,22 @@ class Simulator:
         if not step.keep:
             for id in step.weights:
                 self._results.pop(id, None)
+                self._senders.pop(id, None)
         self._version += 1
         self._ready = max(self._now, self._ready) + self._update  # one after the other
         self._push(self._ready, Stepped(self._version, stats))
 
+    def _refund(self, id: TaskId) -> None:
+        """Give a result that nobody used back to who sent it."""
+        uplink = self._workers[self._senders.pop(id)].uplink if id in self._senders else None
+        if uplink is not None:
+            uplink.refund([id])
+
     def _keep_model(self, version: int) -> None:
         if version not in self._models:
-            self._models[version] = self._job.server.vector.copy()
+            vector = self._job.server.vector
+            down = self._downlink
+            self._models[version] = vector.copy() if down is None else down.publish(version, vector)
         self._users[version] = self._users.get(version, 0) + 1
 
     def _forget(self, task: Task) -> None:
@@ -323,9 +381,16 @@ class Simulator:
         for id, (vector, _) in self._results.items():
             if vector is not None:
                 arrays[f"result.{id}"] = vector
+        for name, worker in self._workers.items():
+            if worker.uplink is not None:
+                memory = worker.uplink.state_dict()
+                arrays |= {f"uplink.{name}.{key}": array for key, array in memory.items()}
+        if self._downlink is not None:
+            arrays |= self._downlink.state_dict()
         workers = {
             name: {
                 "memory": dict(worker.memory),
+                "known": worker.known,
                 "waiting": list(worker.waiting),
                 "run": None
                 if (run := worker.run) is None
@@ -361,7 +426,15 @@ class Simulator:
         for name, state in data["workers"].items():
             worker = self._workers[name]
             worker.memory, worker.waiting = state["memory"], deque(state["waiting"])
+            worker.known = state.get("known")
             worker.run = None if state["run"] is None else _Run(*state["run"])
+            if worker.uplink is not None:
+                prefix = f"uplink.{name}."
+                memory = {k.removeprefix(prefix): v for k, v in saved.arrays.items()
+                          if k.startswith(prefix)}  # fmt: skip
+                worker.uplink.load_state_dict(memory, self._whole)
+        if self._downlink is not None:
+            self._downlink.load_state_dict(saved.arrays)
         if self._arithmetic:
             for task in self._tasks.values():
                 self._models[task.version] = saved.arrays[f"model.{task.version}"]

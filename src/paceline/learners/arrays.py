@@ -172,6 +172,9 @@ class Quadratic:
     def server(self) -> ArrayServer:
         return ArrayServer(np.full(len(self.curvature), self.start), self.lr)
 
+    def rate(self, version: int) -> float:
+        return self.lr
+
     def check(self, work: Work) -> None:
         _check_parts(work)
 
@@ -203,6 +206,9 @@ class Linear:
 
     def server(self) -> ArrayServer:
         return ArrayServer(np.zeros(self.features.shape[1]), self.lr)
+
+    def rate(self, version: int) -> float:
+        return self.lr
 
     def check(self, work: Work) -> None:
         _check_parts(work)
@@ -313,6 +319,9 @@ class Timing:
 
     def server(self) -> NoArithmetic:
         return NoArithmetic()
+
+    def rate(self, version: int) -> float:
+        return 1.0
 
     def check(self, work: Work) -> None:
         pass

@@ -206,6 +206,9 @@ class Learner(Protocol):
         """Make a worker's side; with tiles, for tasks whose samples come from some of them."""
 
     def server(self) -> Server: ...
+    def rate(self, version: int) -> float:
+        """Return the learning rate of the step that a result at this version will be part of."""
+
     def check(self, work: Work) -> None:
         """Refuse work that this learner cannot do."""
 

@@ -33,6 +33,31 @@ class Rules:
     transform: Transform | None = None
 
 
+class Rates:
+    """The learning rate of each step: that of the first group, as the schedule says."""
+
+    def __init__(self, optimizer: MakeOptimizer, scheduler: MakeScheduler | None) -> None:
+        self._recipe = optimizer, scheduler
+        self._restart()
+
+    def _restart(self) -> None:
+        make, schedule = self._recipe
+        self._optimizer = make([nn.Parameter(torch.zeros(1))])
+        self._schedule = schedule(self._optimizer) if schedule else None
+        self._step = 0
+
+    def at(self, version: int) -> float:
+        """Return the rate of the step that makes the version after this one."""
+        if self._schedule is not None:
+            if version < self._step:
+                self._restart()
+            while self._step < version:
+                self._optimizer.step()
+                self._schedule.step()
+                self._step += 1
+        return float(self._optimizer.param_groups[0]["lr"])
+
+
 class TorchShard:
     """A stretch of the flat vector, the tensors in it (or pieces of them), and their optimizer.
 

@@ -24,7 +24,7 @@ from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
 from paceline.learners.base import Array, Outcome, Proceed
 from paceline.learners.flat import FlatModule, flat_size
-from paceline.learners.optimize import MakeOptimizer, MakeScheduler, Rules, TorchServer
+from paceline.learners.optimize import MakeOptimizer, MakeScheduler, Rates, Rules, TorchServer
 from paceline.learners.transforms import Transform
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -101,6 +101,13 @@ class TorchLearner:
     def server(self) -> TorchServer:
         rules = Rules(self.outer or self.optimizer, self.scheduler, self.transform)
         return TorchServer(self.model, rules)
+
+    def rate(self, version: int) -> float:
+        return self._rates.at(version)
+
+    @cached_property
+    def _rates(self) -> Rates:
+        return Rates(self.outer or self.optimizer, self.scheduler)
 
     def check(self, work: Work) -> None:
         if work.parts is not None and (work.steps > 1 or self.outer is not None):

@@ -50,8 +50,10 @@ class Meter:
     """Counts as entries come in; each entry costs the same, however long the run.
 
     Messages: a task that is started costs one model down, and a result that somebody waits for
-    one result up, which if coded is shorter than a model. What the data plane adds beneath (copies
-    of servers) or spares (workers of one node that share a model) is not in it.
+    one result up, which if coded or encoded is shorter than a model. Where models are sent as
+    changes, a task that is cancelled is charged as many bytes as its worker's model before. What
+    the data plane adds beneath (copies of servers) or spares (workers of one node that share a
+    model) is not in it.
     Seconds: a worker is busy from a task's start until its result, cancellation or loss. On Ray,
     work that cannot be interrupted goes on after its cancellation, and is not charged.
     Dollars: the seconds in which a worker has a task (with `Prices.idle`, in which it is there)
@@ -85,6 +87,8 @@ class Meter:
     _running: dict[TaskId, Task] = field(default_factory=dict)
     _of_worker: dict[WorkerId, set[TaskId]] = field(default_factory=dict)
     _held: dict[TaskId, Result] = field(default_factory=dict)
+    _got: dict[WorkerId, int] = field(default_factory=dict)  # bytes of the last model it was sent
+    _charged: dict[TaskId, int] = field(default_factory=dict)
     _weight: dict[int, float] = field(default_factory=dict)  # that steps gave each tile
 
     def __post_init__(self) -> None:
@@ -114,12 +118,18 @@ class Meter:
                     self._end(id)
                     self.lost += 1
                 self._leave(worker)
-            case Finished(id, samples, seconds, stats):
+            case Finished(id, samples, seconds, stats, _, measured, got):
                 self.compute_seconds += seconds
                 if id in self._running:
+                    charged = self._charged.get(id, got or 0)  # by the run before, if resumed
                     task = self._end(id)
                     self._held[id] = Result(task, entry.now, samples, seconds, stats)
                     sent = -(-self.message_bytes // task.work.messages)
+                    sent = sent if measured is None else measured
+                    if got is not None:  # it was charged as its worker's last one when it started
+                        self.down_bytes += got - charged
+                        self._pay_message(task.worker, got - charged)
+                        self._got[task.worker] = got
                     self.up_bytes += sent
                     self._pay_message(task.worker, sent)
         for command in entry.commands:
@@ -127,8 +137,10 @@ class Meter:
                 case Start(task):
                     self._start(task)
                     self.started += 1
-                    self.down_bytes += self.message_bytes
-                    self._pay_message(task.worker, self.message_bytes)
+                    down = self._got.get(task.worker, self.message_bytes)
+                    self._charged[task.id] = down
+                    self.down_bytes += down
+                    self._pay_message(task.worker, down)
                     if task.attempt > 1:
                         self.redone += 1
                     else:
@@ -178,6 +190,7 @@ class Meter:
             self._hire(worker)
 
     def _leave(self, worker: WorkerId) -> None:
+        self._got.pop(worker, None)  # another comes in its place, who has no model
         if worker in self._present:
             self._present.remove(worker)
             if self.prices.idle:
@@ -194,6 +207,7 @@ class Meter:
 
     def _end(self, id: TaskId) -> Task:
         task = self._running.pop(id)
+        self._charged.pop(id, None)
         tasks = self._of_worker[task.worker]
         tasks.discard(id)
         if not tasks:

@@ -138,6 +138,7 @@ class Ray:
         self._timers: list[tuple[float, str]] = []
         self._orders: dict[TaskId, _Order] = {}
         self._homeless: list[TaskId] = []  # to be computed again as soon as there is a worker
+        self._senders: dict[TaskId, Member] = {}  # of encoded results that are held
 
     def __repr__(self) -> str:
         servers = "" if self.servers is None else f", servers={self.servers!r}"
@@ -180,7 +181,8 @@ class Ray:
         self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        self._learner = ray.put((job.learner, job.tiles))
+        trained = job.server.layout.trained
+        self._learner = ray.put((job.learner, job.tiles, job.codec, job.down, trained))
         self._version = job.steps
         self._start_carriers(job)
         for name in list(self._pool.members):
@@ -212,8 +214,16 @@ class Ray:
         if servers is None:
             large = job.learner.message_bytes >= SPREAD_BYTES
             servers = "spread" if large and len(nodes) > 1 else "driver"
+        if job.down is not None and servers != "driver":
+            if self.servers is not None:
+                raise ValueError(
+                    f"down={job.down}: servers publish slices of the model as they are; use "
+                    "Ray(servers='driver') with it, or leave it out"
+                )
+            servers = "driver"
         if servers == "driver":
-            return DriverReducer(job.server, job.wants, self._stepped)
+            codecs = job.codec, job.down
+            return DriverReducer(job.server, job.wants, self._stepped, *codecs, job.steps)
         count = len(nodes) if servers == "spread" else int(servers)
         if job.server.layout.size < count:
             raise ValueError(
@@ -243,6 +253,7 @@ class Ray:
             self._stepped,
             self._ship_all,
             self._redo,
+            job.codec,
         )
         reducer.wait()
         return reducer
@@ -293,8 +304,11 @@ class Ray:
                 self._cancel(id)
             case Discard(id):
                 self._results().drop(id)
+                self._refund(id)
             case Step(weights, _, keep):
                 self._results().step(weights, keep)
+                for id in () if keep else weights:
+                    self._senders.pop(id, None)
             case SetTimer(name, at):
                 if at < inf:
                     heapq.heappush(self._timers, (at, name))
@@ -412,11 +426,20 @@ class Ray:
         if answer.samples is None:
             return self._without_model(member, id)
         self._orders.pop(id, None)
+        if answer.sent is not None:
+            self._senders[id] = member
         if self._results().accept(answer):
-            self._events.append(
-                Finished(id, answer.samples, answer.seconds, answer.stats, self._calls.waited)
-            )
+            news = answer.samples, answer.seconds, answer.stats, self._calls.waited, answer.sent
+            self._events.append(Finished(id, *news, member.got))
+        else:
+            self._refund(id)
         self._ship(member)
+
+    def _refund(self, id: TaskId) -> None:
+        """Have the worker told, with its next task, that a result of its was not used."""
+        member = self._senders.pop(id, None)
+        if member is not None:
+            member.unused.append(id)
 
     def _failed(self, member: Member, future: Future[Any]) -> bool:
         """Tell whether a call has come to nothing, and see to what follows from it."""

@@ -32,6 +32,9 @@ class Member:
     call: Call | None = None  # the one whose answer is awaited
     busy: Token | None = None  # what it is computing, wanted or not
     waiting: deque[TaskId] = field(default_factory=deque)
+    known: int | None = None  # the version of the public copy of the model that it has
+    got: int | None = None  # bytes that its last model took, if they were fewer
+    unused: list[TaskId] = field(default_factory=list)  # results that it does not know are not used
 
 
 def make_workers(cpus: float | None, gpus: float, size: int, fixed: bool) -> Callable[[str], Any]:

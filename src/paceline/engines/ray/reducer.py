@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import ray
@@ -19,6 +19,10 @@ from paceline.core.protocol import Coefficients, Stat, Task, TaskId, Want
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Array, Server, mean_loss
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+    from paceline.codecs.downlink import Downlink
 
 INLINE_BYTES = 100 * 1024
 """Ray sends arguments up to this size inside the call, and larger ones by the object store."""
@@ -70,6 +74,7 @@ class Payload:
     """The whole model as a call takes it: an array, or the reference of one."""
 
     content: Any
+    version: int = 0
     known = whole = True
     gone = False
 
@@ -77,20 +82,51 @@ class Payload:
 class DriverReducer:
     """Reduces in the driver process: right for models that fit one machine's network card."""
 
-    def __init__(self, server: Server, wants: frozenset[Want], stepped: Stepped) -> None:
+    def __init__(
+        self,
+        server: Server,
+        wants: frozenset[Want],
+        stepped: Stepped,
+        codec: Codec | None = None,
+        down: Codec | None = None,
+        version: int = 0,
+    ) -> None:
         self._server, self._wants, self._stepped = server, wants, stepped
+        self._codec, self._version = codec, version
+        self._downlink: Downlink | None = None
+        if down is not None:
+            from paceline.codecs.downlink import Downlink
+
+            self._downlink = Downlink(down, server.vector, server.layout.trained)
         self._expected: dict[TaskId, Token] = {}
         self._held: dict[TaskId, Answer] = {}
         self._published: Payload | None = None
 
     def dispatch(self, member: Member, token: Token, task: Task, model: Payload) -> Any:
         self._expected[token.task] = token
-        return member.actor.compute.remote(pack(token, task), model.content)
+        unused, member.unused = member.unused, []
+        order = pack(token, task)
+        if self._downlink is None:
+            return member.actor.compute.remote(order, model.content, unused)
+        changes = self._downlink.since(member.known, model.version)
+        member.known = model.version
+        if changes is None:
+            member.got = None
+            return member.actor.compute.remote(order, model.content, unused)
+        member.got = sum(each.nbytes for each in changes)
+        return member.actor.compute.remote(order, None, unused, changes)
 
     def accept(self, answer: Answer) -> bool:
         if self._expected.get(answer.token.task) != answer.token:
             return False
         del self._expected[answer.token.task]
+        if self._codec is not None and answer.vector is not None:
+            from paceline.codecs.uplink import received
+
+            layout = self._server.layout
+            vector = received(answer.vector, self._codec, (0, layout.size), layout.trained)
+            self._held[answer.token.task] = answer._replace(vector=vector)
+            return True
         self._held[answer.token.task] = answer
         if answer.vector is not None and answer.vector.nbytes > INLINE_BYTES:
             # Touch every page of the object store's memory now, while others still compute: the
@@ -108,14 +144,17 @@ class DriverReducer:
         factors = list(weights.values())
         stats = mean_loss(factors, [answer.stats.get("loss") for answer in answers])
         self._published = None
+        self._version += 1
         plain, sums = decoded(factors, vectors, (0, self._server.layout.size))
         self._stepped(stats | self._server.step(plain, sums, self._wants))
 
     def publish(self) -> Payload:
         if self._published is None:
             vector = self._server.vector
+            if self._downlink is not None:
+                vector = self._downlink.publish(self._version, vector)
             small = vector.nbytes <= INLINE_BYTES
-            self._published = Payload(vector.copy() if small else ray.put(vector))
+            self._published = Payload(vector.copy() if small else ray.put(vector), self._version)
         return self._published
 
     def settle(self) -> None:

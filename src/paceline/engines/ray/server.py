@@ -7,7 +7,7 @@ the optimizer's state that goes with it. So a version outlives the process that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import ray
@@ -17,6 +17,9 @@ from paceline.core.protocol import Coefficients, Stat
 from paceline.engines.ray.carrier import Carriers, Incoming, ask
 from paceline.engines.ray.worker import Gone, Place, factors_of, here
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
 
 State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
 """All of a shard's state but its values: arrays and plain data."""
@@ -39,6 +42,8 @@ class Server:
         self._span: Span = (0, 0)
         self._version = -1
         self._carriers: Carriers = {}
+        self._codec: Codec | None = None
+        self._trained = 0
         self._reduced = -1  # the version whose results are added up
         self._sums: Sums = {}
         self._seconds: list[float] = []
@@ -51,11 +56,12 @@ class Server:
         span: Span,
         version: int,
         carriers: Carriers,
+        codec: Codec | None,
         spans: Sequence[Span],
         *parts: Any,
     ) -> tuple[tuple[Place, bool], Array, State]:
         """Take over a slice from the values and states, in turn, of slices that cover it."""
-        self._carriers = carriers
+        self._carriers, self._codec, self._trained = carriers, codec, layout.trained
         self._shard, self._reduced = None, -1  # the old one's memory first
         self._kept.clear()
         shard = recipe()
@@ -89,6 +95,8 @@ class Server:
             incoming = Incoming(refs, patience)
             pieces = list(incoming)
         self._seconds = incoming.seconds
+        if self._codec is not None:
+            pieces = self._received(self._codec, pieces, at)
         if at is not None:
             m = len(weights[0]) if isinstance(weights[0], tuple) else 1
             start, stop = covering(self._span, m)
@@ -97,6 +105,19 @@ class Server:
         self._sums = shard.reduce(factors, vectors, frozenset(wants))
         self._reduced = version
         return self._sums
+
+    def _received(self, codec: Codec, packed: Sequence[Array], at: Pieces) -> list[Array]:
+        """Decode what has come, each piece as it was cut."""
+        from paceline.codecs.uplink import received
+
+        start = self._span[0]
+        spans = [self._span] * len(packed)
+        if at is not None:
+            spans = [(start + low, start + high) for places in at for low, high in places]
+        return [
+            received(piece, codec, span, self._trained)
+            for piece, span in zip(packed, spans, strict=True)
+        ]
 
     def apply(self, version: int, totals: Sums) -> tuple[Done, Array, State]:
         """Step along what was reduced; say whether there is state in arrays, and how long each

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -45,6 +45,9 @@ from paceline.learners.base import (
     mean_loss,
     statistics,
 )
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,9 @@ class ShardedReducer:
         stepped: Stepped,
         changed: Callable[[], None],
         redo: Callable[[Task, Version], None],
+        codec: Codec | None = None,
     ) -> None:
+        self._codec = codec
         self._server, self._wants = server, sorted(wants, key=str)
         self._pool, self._workers, self._carriers, self._calls = pool, workers, carriers, calls
         self._patience, self._start_patience = patience
@@ -127,8 +132,10 @@ class ShardedReducer:
         assert member.place is not None
         spans = self._spans()
         reply, *slices = member.actor.compute_slices.options(num_returns=1 + len(spans)).remote(
-            pack(token, task), model.refs, model.nodes, model.spans, spans, self._several()
+            *(pack(token, task), model.refs, model.nodes, model.spans, spans, self._several()),
+            member.unused,
         )
+        member.unused = []
         self._expected[task.id] = Result(token, task, model, spans, slices, member.place.node)
         return reply
 
@@ -419,7 +426,7 @@ class ShardedReducer:
         copy = slot.newest
         up, *parts = member.actor.set_up.options(num_returns=3).remote(
             *(slot.recipe, self._layout, slot.span, copy.version),
-            *(self._carriers, copy.spans, *copy.parts),
+            *(self._carriers, self._codec, copy.spans, *copy.parts),
         )
         self._starting.add(slot.index)
 

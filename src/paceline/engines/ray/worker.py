@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -17,6 +17,10 @@ from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, Work
 from paceline.data.partition.base import Partition
 from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
 from paceline.learners.base import Array, Learner, Outcome, Replica, Span
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+    from paceline.codecs.uplink import Uplink
 
 
 class Token(NamedTuple):
@@ -48,6 +52,7 @@ class Answer(NamedTuple):
     samples: int | None
     seconds: float
     stats: Stats
+    sent: int | None = None  # bytes, if it is encoded
 
 
 # Calls carry plain tuples, which Ray packs ten times as fast as it pickles dataclasses: 0.06
@@ -95,8 +100,13 @@ def factors_of(received: Any) -> Coefficients:
 
 def read(reply: Reply) -> Answer:
     """Return a worker's reply as an answer."""
-    name, vector, samples, seconds, stats = reply
-    return Answer(Token(*name), vector, samples, seconds, stats)
+    name, vector, samples, seconds, stats, sent = reply
+    return Answer(Token(*name), vector, samples, seconds, stats, sent)
+
+
+Given: TypeAlias = "tuple[Learner, Partition | None, Codec | None, Codec | None, int]"
+"""What a worker is set up with: the learner, the data's tiles, the codecs up and down, and how many
+numbers are trained."""
 
 
 class Gone(Exception):
@@ -108,6 +118,11 @@ class Worker:
 
     def __init__(self) -> None:
         self._replica: Replica | None = None
+        self._learner: Learner | None = None
+        self._uplink: Uplink | None = None
+        self._down: Codec | None = None
+        self._copy: Array | None = None  # of the model, if only changes of it are sent
+        self._trained = 0
         self._carriers: Carriers = {}
         self._computing: Token | None = None
         self._incoming: Incoming | None = None  # of the task that is being computed
@@ -116,21 +131,36 @@ class Worker:
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
 
-    def set_up(
-        self, given: tuple[Learner, Partition | None], seed: int, carriers: Carriers
-    ) -> Place:
+    def set_up(self, given: Given, seed: int, carriers: Carriers) -> Place:
         """Build the replica of a learner on data in tiles; an earlier one is forgotten."""
-        learner, tiles = given
+        learner, tiles, codec, self._down, self._trained = given
+        self._copy = None
         self._carriers = carriers
         self._models.clear()
-        self._incoming = None
+        self._incoming = self._uplink = None
         self._replica = None  # the old one's memory first
-        self._replica = learner.replica(seed, tiles)
+        self._replica, self._learner = learner.replica(seed, tiles), learner
+        if codec is not None:
+            from paceline.codecs.uplink import Uplink
+
+            self._uplink = Uplink(codec, self._trained)
         return here()
 
-    def compute(self, order: Order, model: Array) -> Reply:
-        """Do a task, and return its vector with the reply."""
+    def compute(
+        self,
+        order: Order,
+        model: Array | None,
+        unused: Sequence[TaskId] = (),
+        changes: Sequence[Array] | None = None,
+    ) -> Reply:
+        """Do a task, and return its vector with the reply.
+
+        unused: earlier tasks whose results no step has used.
+        changes: of the model since the last task, if it does not come whole.
+        """
         token, task = unpack(order)
+        self._refund(unused)
+        model = self._moved(model, changes)
         begin = time.monotonic()
         until = begin + task.work.budget
 
@@ -138,7 +168,11 @@ class Worker:
             return self._abandoned != token and time.monotonic() < until
 
         outcome = self._compute([model], task, proceed)
-        return _reply(token, outcome, time.monotonic() - begin)
+        if self._uplink is None or outcome.vector is None:
+            return _reply(token, outcome, time.monotonic() - begin)
+        (packed,) = self._send(outcome.vector, task, [(0, outcome.vector.size)])
+        outcome = replace(outcome, vector=packed)
+        return _reply(token, outcome, time.monotonic() - begin, packed.nbytes)
 
     def compute_slices(
         self,
@@ -148,6 +182,7 @@ class Worker:
         cut: Sequence[Span],
         spans: Sequence[Span],
         hold: bool,
+        unused: Sequence[TaskId] = (),
     ) -> tuple[Any, ...]:
         """Do a task on a model that may still be on its way, cut one way; return the reply and,
         each an object of its own, the slices of its vector, cut another way.
@@ -155,6 +190,7 @@ class Worker:
         hold: on to the model, in case the node of a server is lost.
         """
         token, task = unpack(order)
+        self._refund(unused)
         begin = time.monotonic()
         self._computing = token
         incoming = self._incoming = Incoming(ask(model, nodes, self._carriers))
@@ -171,7 +207,7 @@ class Worker:
             return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
         except ray.exceptions.RayError:
             self._carriers = {}  # it may be theirs to blame; the stores are as good
-            lost: Reply = (tuple(token), None, None, 0.0, {})
+            lost: Reply = (tuple(token), None, None, 0.0, {}, None)
             return lost, *(None for _ in spans)
         finally:
             self._incoming = None
@@ -182,8 +218,32 @@ class Worker:
         seconds = time.monotonic() - begin - incoming.waited
         vector = outcome.vector
         needed = [covering(span, task.work.messages) for span in spans]
+        told = Outcome(None, outcome.samples, outcome.stats)
+        if self._uplink is not None and vector is not None:
+            packed = self._send(vector, task, needed)
+            return _reply(token, told, seconds, sum(each.nbytes for each in packed)), *packed
         slices = (None if vector is None else vector[start:stop] for start, stop in needed)
-        return _reply(token, Outcome(None, outcome.samples, outcome.stats), seconds), *slices
+        return _reply(token, told, seconds), *slices
+
+    def _moved(self, model: Array | None, changes: Sequence[Array] | None) -> Array:
+        """Return the model: as it came, or as changes make it of the last."""
+        if changes is not None:
+            from paceline.codecs.downlink import moved
+
+            assert self._copy is not None and self._down is not None
+            model = moved(self._copy, changes, self._down, self._trained)
+        assert model is not None
+        if self._down is not None:
+            self._copy = model
+        return model
+
+    def _send(self, vector: Array, task: Task, spans: Sequence[Span]) -> Sequence[Array]:
+        assert self._uplink is not None and self._learner is not None
+        return self._uplink.send(vector, task.id, self._learner.rate(task.version), spans)
+
+    def _refund(self, tasks: Sequence[TaskId]) -> None:
+        if self._uplink is not None:
+            self._uplink.refund(tasks)
 
     def _compute(
         self, model: Iterable[Array], task: Task, proceed: Callable[[int], bool]
@@ -216,8 +276,8 @@ class Worker:
             self._incoming.give_up()
 
 
-def _reply(token: Token, outcome: Outcome, seconds: float) -> Reply:
-    return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats)
+def _reply(token: Token, outcome: Outcome, seconds: float, sent: int | None = None) -> Reply:
+    return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats), sent
 
 
 def here() -> Place:

@@ -1,0 +1,85 @@
+"""Models on their way to workers: as changes of a public copy that both ends keep.
+
+The server keeps the copy that its messages add up to, x̂. What it sends for a version x is C(x - x̂),
+and x̂ moves by what that decodes to; so whatever a message leaves out is in the next difference, and
+nothing else needs to be remembered. Workers compute on x̂. One that has missed some versions is sent
+their messages, or the copy whole if that is shorter. What is not trained is sent as it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.codecs.base import Bytes, Codec, Message, pack
+from paceline.codecs.feedback import DeepGradient, Feedback
+from paceline.codecs.uplink import received
+
+
+class Downlink:
+    """The server's side: the public copy, and the messages that made it."""
+
+    def __init__(self, codec: Codec, vector: NDArray[Any], trained: int) -> None:
+        check_down(codec)
+        self._codec, self._trained = codec, trained
+        self.copy = np.array(vector)
+        self._changes: OrderedDict[int, Bytes] = OrderedDict()  # by the version they lead to
+        self._first = -1  # the version before the first of them
+
+    def publish(self, version: int, vector: NDArray[Any]) -> NDArray[Any]:
+        """Move the copy towards a version of the model; return it."""
+        if version in self._changes or (not self._changes and version == self._first):
+            return self.copy
+        if self._first < 0:
+            self._first = version
+            return self.copy
+        trained = self._trained
+        change = torch.from_numpy(vector[:trained] - self.copy[:trained])
+        message = self._codec.encode(change, version)
+        tail = torch.from_numpy(np.array(vector[trained:]))
+        self._changes[version] = packed = pack(Message((*message.parts, tail)))
+        moved = self.copy.copy()  # others may still look at the one before
+        moved[:trained] += self._codec.decode(message, trained).numpy()
+        moved[trained:] = vector[trained:]
+        self.copy = moved
+        while sum(each.nbytes for each in self._changes.values()) > vector.nbytes + packed.nbytes:
+            self._first, _ = self._changes.popitem(last=False)
+        return moved
+
+    def since(self, known: int | None, version: int) -> list[Bytes] | None:
+        """Return the messages from a version that a worker has to another; None: send it whole."""
+        if known is None or known < self._first or known > version:
+            return None
+        return [packed for at, packed in self._changes.items() if known < at <= version]
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        changes = {f"down.{version}": packed for version, packed in self._changes.items()}
+        return {"down.copy": self.copy, "down.first": np.array(self._first), **changes}
+
+    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+        mine = {name.partition(".")[2]: a for name, a in state.items() if name.startswith("down.")}
+        self.copy, self._first = np.array(mine.pop("copy")), int(mine.pop("first"))
+        self._changes = OrderedDict((int(name), mine[name]) for name in sorted(mine, key=int))
+
+
+def moved(copy: NDArray[Any], changes: Sequence[Bytes], codec: Codec, trained: int) -> NDArray[Any]:
+    """Return a worker's copy of the model after some messages."""
+    copy = np.array(copy)
+    for packed in changes:
+        change = received(packed, codec, (0, copy.size), trained)
+        copy[:trained] += change[:trained]
+        copy[trained:] = change[trained:]
+    return copy
+
+
+def check_down(codec: Codec) -> None:
+    if isinstance(codec, Feedback | DeepGradient):
+        raise ValueError(
+            f"down={codec}: differences to a public copy hold what was left out already; give the "
+            "codec without its memory"
+        )

@@ -1,0 +1,218 @@
+"""Error feedback: what a message leaves out is remembered, and goes into the next one.
+
+The memory is kept in units of the model, learning rate times gradient, so that a rate that changes
+from step to step neither inflates nor forgets it. A vector that is not finite is sent by itself and
+leaves the memory as it was: one overflow must not spoil all messages that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from paceline.codecs.base import Codec, Message, Sender, State, checked
+from paceline.codecs.chain import Chain
+from paceline.codecs.sparse import RandomK, TopK
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Sends C(p) with p = g + e / rate and remembers e = rate (p - D(C(p))).
+
+    At a constant rate this is the rule of Stich, Cordonnier and Jaggi 2018 (arXiv 1809.07599) and
+    Karimireddy et al. 2019 (arXiv 1901.09847): for a single worker x - e is, at all times, where
+    plain SGD with the same gradients would be. What the codec misses must be less than the vector;
+    it is more with a scaled RandomK, which is refused.
+    refunds: whether a message that no step has used goes back into the memory. What was too old
+        for a step then comes with a later one; without, it is lost, as it is without a codec.
+    """
+
+    codec: Codec
+    refunds: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, Feedback | DeepGradient):
+            raise ValueError(f"{self.codec} remembers by itself; use it without Feedback")
+        if _expands(self.codec):
+            raise ValueError(
+                f"{self.codec} may miss by more than it was given, and the memory would grow "
+                "without bound; use scaled=False"
+            )
+
+    def encode(self, vector: Tensor, key: int) -> Message:
+        """Return the message for a vector by itself; senders are what remembers."""
+        return self.codec.encode(vector, key)
+
+    def decode(self, message: Message, size: int) -> Tensor:
+        return self.codec.decode(message, size)
+
+    def sender(self, size: int) -> Sender:
+        return _FeedbackSender(self.codec, size, self.refunds)
+
+
+class _FeedbackSender:
+    def __init__(self, codec: Codec, size: int, refunds: bool = True) -> None:
+        self._codec, self._size, self._refunds = codec, size, refunds
+        self._inner = codec.sender(size)
+        self._error: Tensor | None = None
+
+    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+        _check(vector, self._size, rate)
+        vector = checked(vector)
+        if not rate or not _finite(vector):  # a step of rate 0 takes nothing, and leaves nothing
+            return self._inner.send(vector, key, rate)
+        if self._error is None:
+            self._error = torch.zeros_like(vector)
+        wanted = torch.add(vector, self._error.to(vector), alpha=1 / rate)
+        message = self._inner.send(wanted, key, rate)
+        self._error = wanted.sub_(self._codec.decode(message, self._size)).mul_(rate)
+        return message
+
+    def refund(self, message: Message) -> None:
+        if not self._refunds:
+            return
+        sent = self._codec.decode(message, self._size)
+        if message.rate and _finite(sent):
+            if self._error is None:
+                self._error = torch.zeros_like(sent)
+            self._error.add_(sent.to(self._error), alpha=message.rate)
+
+    def state_dict(self) -> State:
+        inner = {f"inner.{name}": tensor for name, tensor in self._inner.state_dict().items()}
+        return inner if self._error is None else inner | {"error": self._error.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        inner = {name: tensor for name, tensor in state.items() if name.startswith("inner.")}
+        self._inner.load_state_dict({name[6:]: tensor for name, tensor in inner.items()})
+        self._error = state["error"].clone() if "error" in state else None
+
+
+@dataclass(frozen=True)
+class DeepGradient:
+    """Sends the largest of accumulated momentum: u = m u + g, v += u, TopK(v), v = 0 where sent.
+
+    Deep Gradient Compression (Lin et al. 2017, arXiv 1712.01887). The step that takes the messages
+    has no momentum of its own. Where v was sent, u is zeroed as well (factor masking), except when
+    everything is sent: then nothing is late, and this is SGD with momentum. v is kept in units of
+    the model, rate times u. `clip` bounds the norm of each worker's gradient; for a bound c on the
+    sum of N workers, use c / sqrt(N). The first messages send the fractions of `warmup` in place
+    of `fraction`, each for `stage` messages. A refund gives v back; u stays as it is.
+    """
+
+    fraction: float
+    momentum: float = 0.9
+    masking: bool = True
+    clip: float | None = None
+    warmup: tuple[float, ...] = ()
+    stage: int = 1
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for fraction in (self.fraction, *self.warmup):
+            TopK(fraction)  # which refuses what is none
+        if (
+            not 0 <= self.momentum < 1
+            or self.stage < 1
+            or (self.clip is not None and self.clip <= 0)
+        ):
+            raise ValueError(
+                f"momentum={self.momentum}, stage={self.stage}, clip={self.clip}: use a momentum "
+                "from 0 to below 1, a stage of 1 or more, and a clip above 0 or None"
+            )
+
+    def at(self, sent: int) -> TopK:
+        """Return what chooses the numbers after so many messages."""
+        stage = sent // self.stage
+        fraction = self.warmup[stage] if stage < len(self.warmup) else self.fraction
+        return TopK(fraction, self.sizes)
+
+    def encode(self, vector: Tensor, key: int) -> Message:
+        """Return the message for a vector by itself; senders are what remembers."""
+        return self.at(len(self.warmup) * self.stage).encode(vector, key)
+
+    def decode(self, message: Message, size: int) -> Tensor:
+        return TopK(self.fraction, self.sizes).decode(message, size)
+
+    def sender(self, size: int) -> Sender:
+        self.at(0).count(size)  # which refuses other sizes
+        return _DeepSender(self, size)
+
+
+class _DeepSender:
+    def __init__(self, recipe: DeepGradient, size: int) -> None:
+        self._recipe, self._size = recipe, size
+        self._sent = 0
+        self._velocity: Tensor | None = None  # u
+        self._pending: Tensor | None = None  # rate times v
+
+    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+        _check(vector, self._size, rate)
+        vector = checked(vector)
+        codec = self._recipe.at(self._sent)
+        self._sent += 1
+        if not _finite(vector):
+            return Message(codec.encode(vector, key).parts, rate)
+        if self._recipe.clip is not None:
+            norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+            vector = vector * min(1.0, self._recipe.clip / (norm + 1e-6))  # as clip_grad_norm_ does
+        velocity = self._velocity
+        velocity = (
+            vector.clone() if velocity is None else velocity.mul_(self._recipe.momentum) + vector
+        )
+        self._velocity = velocity
+        if not rate:  # such a step takes nothing, and leaves nothing
+            return Message(codec.encode(velocity, key).parts, rate)
+        wanted = velocity.clone()
+        if self._pending is not None:
+            wanted.add_(self._pending.to(vector), alpha=1 / rate)
+        message = Message(codec.encode(wanted, key).parts, rate)
+        places = codec.places(message, self._size)
+        wanted[places] = 0
+        self._pending = wanted.mul_(rate)
+        if self._recipe.masking and places.numel() < self._size:
+            velocity[places] = 0
+        return message
+
+    def refund(self, message: Message) -> None:
+        sent = self._recipe.decode(message, self._size)
+        if message.rate and _finite(sent):
+            if self._pending is None:
+                self._pending = torch.zeros_like(sent)
+            self._pending.add_(sent.to(self._pending), alpha=message.rate)
+
+    def state_dict(self) -> State:
+        state = {"sent": torch.tensor([self._sent])}
+        for name, tensor in (("velocity", self._velocity), ("pending", self._pending)):
+            if tensor is not None:
+                state[name] = tensor.clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._sent = int(state["sent"])
+        self._velocity = state["velocity"].clone() if "velocity" in state else None
+        self._pending = state["pending"].clone() if "pending" in state else None
+
+
+def _expands(codec: Codec) -> bool:
+    match codec:
+        case RandomK(scaled=scaled):
+            return scaled
+        case Chain(first=first, second=second):
+            return _expands(first) or _expands(second)
+        case _:
+            return False
+
+
+def _check(vector: Tensor, size: int, rate: float) -> None:
+    if vector.numel() != size:
+        raise ValueError(f"a vector of {vector.numel()} for a sender of vectors of {size}")
+    if not (rate >= 0 and isfinite(rate)):
+        raise ValueError(f"rate={rate}: a learning rate is finite and not below 0")
+
+
+def _finite(vector: Tensor) -> bool:
+    return bool(vector.sum().isfinite())
