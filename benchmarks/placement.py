@@ -168,7 +168,7 @@ def main() -> None:
     if "guard" in wanted:
         seeds, steps = ([0], 100) if options.quick else ([0, 1, 2], 1500)
         figures["guard"] = placement_guard.measure(seeds, steps)
-        held += [options.quick or placement_guard.holds(figures["guard"])]
+        held += [placement_guard.holds(figures["guard"], options.quick)]
     for name in ("ray", "ddp"):
         if name in wanted:
             figures[name] = script(f"placement_{name}.py", options.quick)

@@ -103,10 +103,15 @@ def told(values: Sequence[float]) -> str:
     return f"{mean} ± {100 * factor * statistics.stdev(values) / sqrt(len(values)):.1f}"
 
 
-def holds(figures: dict[str, dict[str, float]]) -> bool:
-    """Tell whether the guard brings back what is lost without it."""
+def holds(figures: dict[str, dict[str, float]], quick: bool = False) -> bool:
+    """Tell whether the guard brings back what is lost without it.
+
+    After few steps accuracies still differ by some points; the class is back or it is not.
+    """
     sync, guard = figures["sync, equal tasks"], figures["k_sync(9), guard"]
     lost = figures["k_sync(9), no guard"]["slow_class"] < BOUNDS["collapse"]
+    if quick:
+        return lost and guard["slow_class"] >= sync["slow_class"] - 0.1
     points = BOUNDS["points"] / 100
     return lost and guard["accuracy"] >= sync["accuracy"] - points
 
@@ -115,7 +120,7 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     figures = measure([0], 500) if options.quick else measure([0, 1, 2], 1500)
     about = machine("torch", "paceline")
-    finish("placement_guard", figures, BOUNDS, holds(figures), about, options.quick)
+    finish("placement_guard", figures, BOUNDS, holds(figures, options.quick), about, options.quick)
 
 
 if __name__ == "__main__":

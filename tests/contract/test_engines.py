@@ -185,9 +185,9 @@ def test_results_travel_encoded(engine: TrainingEngine, name: str) -> None:
 
 
 def test_models_travel_as_changes(engine: TrainingEngine) -> None:
-    def fit_down(policy: Policy, down: Codec | None) -> pl.Run:
+    def fit_down(policy: Policy, down: Codec | None, steps: int = 40) -> pl.Run:
         trainer = pl.Trainer(make_learner(), policy, engine, progress=False, down=down)
-        return trainer.fit(steps=40)
+        return trainer.fit(steps=steps)
 
     if getattr(engine, "servers", None) is not None:
         with pytest.raises(ValueError, match="servers publish slices of the model as they are"):
@@ -196,10 +196,15 @@ def test_models_travel_as_changes(engine: TrainingEngine) -> None:
     plain = fit_down(pl.sync(), None)
     same = fit_down(pl.sync(), pl.TopK(1.0))
     assert torch.allclose(flat(same.model), flat(plain.model), atol=1e-4)
-    for policy in (pl.sync(), pl.k_sync(3), pl.asynchronous(4)):
-        run = fit_down(policy, pl.Chain(pl.TopK(0.2), pl.Int8()))
-        assert run.metrics["loss"][-5:].mean() < 0.9 * run.metrics["loss"][:3].mean()
-        assert run.meter.down_bytes < 0.7 * run.meter.started * run.meter.message_bytes
+    # Who misses three versions, as without waiting, is sent four messages.
+    for policy, steps, share in (
+        (pl.sync(), 40, 0.45),
+        (pl.k_sync(3), 40, 0.45),
+        (pl.asynchronous(4), 160, 0.8),
+    ):
+        run = fit_down(policy, pl.Chain(pl.TopK(0.2), pl.Int8()), steps)
+        assert run.metrics["loss"][-5:].mean() < 0.6 * run.metrics["loss"][:3].mean()
+        assert run.meter.down_bytes < share * run.meter.started * run.meter.message_bytes
         assert pl.replay(run.policy, run.journal) == run.journal
 
 

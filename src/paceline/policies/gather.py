@@ -112,7 +112,6 @@ class Gather:
                 f"hedge={self.hedge}: with shares of different size the batch would not stay what "
                 "it is; use select=Bandit() or hedge=0"
             )
-
         if self.placement is not None:
             self._check_placement(self.placement)
 
