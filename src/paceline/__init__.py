@@ -34,6 +34,16 @@ from paceline.policies.choosers import (
 from paceline.policies.coded import Coded, WrongGradients
 from paceline.policies.deadline import Deadline, deadline
 from paceline.policies.gather import Gather, faded, mean
+from paceline.policies.gossip import Gossip
+from paceline.policies.graphs import (
+    Graph,
+    complete,
+    exponential,
+    hierarchical,
+    random_regular,
+    ring,
+    torus,
+)
 from paceline.policies.indices import (
     KL,
     LCB,
@@ -43,6 +53,7 @@ from paceline.policies.indices import (
     SubExponential,
     Thompson,
 )
+from paceline.policies.mixing import Averaging, Difference
 from paceline.policies.named import (
     asynchronous,
     ata,
@@ -57,12 +68,14 @@ from paceline.policies.named import (
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed
 from paceline.policies.selectors import Allocate, Bandit
+from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.trainer import Run, Trainer
 
 if TYPE_CHECKING:
     from paceline.codecs.chain import Chain
     from paceline.codecs.feedback import DeepGradient, Feedback
+    from paceline.codecs.lazy import Lazy
     from paceline.codecs.lowrank import LowRank
     from paceline.codecs.quantize import BFloat16, Half, Int8, Sign
     from paceline.codecs.sparse import RandomK, TopK
@@ -81,6 +94,7 @@ _LAZY = {
     **dict.fromkeys(("TopK", "RandomK"), "paceline.codecs.sparse"),
     **dict.fromkeys(("Int8", "Sign", "Half", "BFloat16"), "paceline.codecs.quantize"),
     **dict.fromkeys(("Feedback", "DeepGradient"), "paceline.codecs.feedback"),
+    "Lazy": "paceline.codecs.lazy",
     "LowRank": "paceline.codecs.lowrank",
     "Chain": "paceline.codecs.chain",
 }
@@ -90,6 +104,8 @@ __all__ = [
     "LCB",
     "Advice",
     "Allocate",
+    "Always",
+    "Averaging",
     "BFloat16",
     "Bandit",
     "Bounded",
@@ -105,11 +121,16 @@ __all__ = [
     "Coordinator",
     "Deadline",
     "DeepGradient",
+    "Difference",
     "Erlang",
+    "EventGrad",
+    "EventGradStatic",
     "Exponential",
     "Feedback",
     "Fixed",
     "Gather",
+    "Gossip",
+    "Graph",
     "Greedy",
     "GrowOnNoise",
     "GrowWhenStationary",
@@ -118,6 +139,8 @@ __all__ = [
     "Int8",
     "Joined",
     "Journal",
+    "Lag",
+    "Lazy",
     "LeastSquares",
     "Left",
     "Link",
@@ -126,6 +149,7 @@ __all__ = [
     "LowRank",
     "MinWorkers",
     "Mixture",
+    "OnChange",
     "Pareto",
     "PerWorker",
     "Placed",
@@ -158,17 +182,23 @@ __all__ = [
     "bandit",
     "bound_optimal",
     "coded",
+    "complete",
     "deadline",
+    "exponential",
     "faded",
+    "hierarchical",
     "k_async",
     "k_sync",
     "local_sgd",
     "mean",
     "partition",
+    "random_regular",
     "rennala",
     "replay",
+    "ring",
     "ringmaster",
     "sync",
+    "torus",
 ]
 
 

@@ -23,18 +23,20 @@ from paceline.callbacks import Callback, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
-from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work
+from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work, WorkerId
 from paceline.core.state import describe, load_state, save_state
 from paceline.data.partition.base import Partition
 from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
+from paceline.policies.gossip import Gossip
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
 from paceline.report.text import placed_line, speeds_line, summary
+from paceline.swarm import Ends, Swarm
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
@@ -44,20 +46,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run."""
+    """What came of a run. Without a main node, figures are of all nodes together."""
 
-    model: Any
+    model: Any  # without a main node: the mean of all
     metrics: dict[str, NDArray[np.float64]]  # one value per step; see Meter.arrays
     meter: Meter
-    journal: Journal
+    journals: dict[WorkerId, Journal]  # of each node that decides, "main" if there is but one
     policy: Policy  # as it was driven, so that replay(run.policy, run.journal) == run.journal
     reason: str
     learned: Policy  # yours as it is now, with all that it has learned
+    swarm: Swarm | None = None  # where there is no main node
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of the main node."""
+        if self.swarm is not None:
+            raise ValueError(
+                "without a main node every node has a journal: run.journals['w0'] and so on"
+            )
+        return self.journals[MAIN]
+
+    @property
+    def models(self) -> dict[WorkerId, Any]:
+        """The model of each node that was there in the end."""
+        return {MAIN: self.model} if self.swarm is None else self.swarm.models()
 
     @property
     def steps(self) -> int:
-        """The version of the model, counted from the very start."""
-        return self.meter.version
+        """The version of the model, counted from the very start; of all nodes', the mean."""
+        return self.meter.version // len(self.journals)
 
     @property
     def seconds(self) -> float:
@@ -65,7 +82,11 @@ class Run:
 
     def summary(self) -> str:
         """Say in a few lines what was done, used and wasted, and what it cost."""
-        text = summary(self.meter, self.reason, self.journal.header.batch)
+        batch = next(iter(self.journals.values())).header.batch
+        if self.swarm is not None:
+            nodes = len(self.journals)
+            return f"{summary(self.meter, self.reason, batch, nodes)}\n{self.swarm.summary()}"
+        text = summary(self.meter, self.reason, batch)
         placement = getattr(self.learned, "placement", None)
         if isinstance(placement, Placed | BySpeed):
             text += "\n" + speeds_line(placement.speeds())
@@ -77,7 +98,7 @@ class Run:
 
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""
-        return sample_fates(self.journal)
+        return [each for journal in self.journals.values() for each in sample_fates(journal)]
 
 
 class Trainer:
@@ -120,9 +141,12 @@ class Trainer:
             )
         self._codec, self._down = codec, down
         given = placement or getattr(_innermost(policy), "placement", None)
-        if given is not None:
+        if isinstance(_innermost(policy), Gossip):
+            _check_gossip(policy, placement, down, checkpoints, min_workers, engine.size)
+            _check_letters(policy, learner, codec)
+        elif given is not None:
             policy = _placed(policy, given, engine.size)
-        self._tiles = _tiles(policy, learner)
+        self._tiles = _tiles(given, learner)
         self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
         self._min_workers = engine.size if min_workers is None else min_workers
         if not 1 <= self._min_workers <= engine.size:
@@ -154,6 +178,8 @@ class Trainer:
         an end would, with what was learned.
         """
         ends = self._ends(epochs, steps, seconds, until)
+        if isinstance(self._policy, Gossip):
+            return self._fit_peers(self._policy, ends, until)
         inflight = self._snapshot is not None and self._snapshot.engine is not None
         started = MinWorkers(0 if inflight else self._min_workers, self._policy)
         policy = Until(started, **ends)
@@ -192,8 +218,8 @@ class Trainer:
             if self._checkpoints is not None and self._is_sound(meter):
                 self._save(self._checkpoints, self._snapshot)
         model = self._server.model()
-        learned = _innermost(coordinator.policy)
-        return Run(model, meter.arrays(), meter, coordinator.journal, policy, reason, learned)
+        learned, journals = _innermost(coordinator.policy), {MAIN: coordinator.journal}
+        return Run(model, meter.arrays(), meter, journals, policy, reason, learned)
 
     def resume(self, path: Path | str, *, missing_ok: bool = False) -> Trainer:
         """Continue from a checkpoint, or from the newest one in a folder of them.
@@ -202,6 +228,8 @@ class Trainer:
         `sync`, the trajectory is bit for bit the one that was interrupted. With `missing_ok` a
         run without checkpoints begins at the beginning.
         """
+        if isinstance(self._policy, Gossip):
+            raise ValueError("a run without a main node cannot be resumed yet; see checkpoints=")
         if missing_ok and not checkpoint.exists(path):
             return self
         snapshot = checkpoint.read(path)
@@ -216,6 +244,34 @@ class Trainer:
         return self
 
     # --- the parts of fit ------------------------------------------------------------------------
+
+    def _fit_peers(
+        self, policy: Gossip, ends: dict[str, float], until: Callable[[Progress], bool] | None
+    ) -> Run:
+        """Train without a main node; ends count over all nodes."""
+
+        def journal(node: WorkerId) -> Path | None:
+            path = None if self._journal_path is None else Path(self._journal_path)
+            return None if path is None else _unused(path.with_stem(f"{path.stem}-{node}"), None)
+
+        about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
+        codec, prices, nodes = self._codec, self._prices, self._engine.size
+        swarm = Swarm(
+            self._learner, policy, self._tiles, codec, self._seed, about, prices, journal
+        )  # fmt: skip
+        engine, ended = self._engine.peers(), _Reason()
+        with contextlib.ExitStack() as finally_:
+            finally_.callback(ended.tell, self._callbacks)
+            for callback in self._callbacks:
+                callback.started()
+            finally_.enter_context(_ctrl_c(engine.stop))
+            limits = Ends(ends["steps"] * nodes, ends["samples"], ends["seconds"], until)
+            ended.text = swarm.train(engine, limits, self._callbacks)
+        total = swarm.meter.total
+        model, figures = swarm.mean(), total.arrays()
+        return Run(
+            model, figures, total, swarm.journals, swarm.policy, ended.text, swarm.policy, swarm
+        )  # fmt: skip
 
     def _ends(
         self,
@@ -275,7 +331,7 @@ class Trainer:
         if (reached := coordinator.policy.reached(coordinator.ledger)) is not None:
             stop(reached)  # before an event is taken from the engine, which would be lost
         examples = self._learner.examples
-        with _ctrl_c(self._engine):
+        with _ctrl_c(self._engine.interrupt):
             for _, entry in drive({MAIN: coordinator}, self._engine):
                 meter.observe(entry)
                 if not any(isinstance(command, Step) for command in entry.commands):
@@ -396,9 +452,53 @@ def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:
     return replace(policy, placement=placement)  # type: ignore[type-var]
 
 
-def _tiles(policy: Policy, learner: Learner) -> Partition | None:
-    """Return how a policy's data are cut, if they are those of the learner."""
-    tiles: Partition | None = getattr(getattr(_innermost(policy), "placement", None), "tiles", None)
+def _check_gossip(
+    policy: Policy,
+    placement: Placement | None,
+    down: Codec | None,
+    checkpoints: Checkpoints | None,
+    min_workers: int | None,
+    workers: int,
+) -> None:
+    """Refuse what a run without a main node cannot be combined with."""
+    if not isinstance(policy, Gossip):
+        raise ValueError("give Gossip as it is: fit(…) says when to end")
+    if placement is not None and not (isinstance(placement, Placed) and not placement.move):
+        raise ValueError(
+            "without a main node data stay with the nodes: use placement=Placed(tiles, move=False) "
+            "with a tile for each, or leave it out for equal ones"
+        )
+    if down is not None:
+        raise ValueError("without a main node models go nowhere but to neighbors: codec= is theirs")
+    if checkpoints is not None:
+        raise ValueError(
+            "a run without a main node has no checkpoints yet; save run.model when it has ended, "
+            "or progress.model() in a callback"
+        )
+    if min_workers not in (None, workers):
+        raise ValueError("without a main node all nodes begin together: leave min_workers out")
+
+
+def _check_letters(policy: Policy, learner: Learner, codec: Codec | None) -> None:
+    """Refuse what letters to peers cannot be of."""
+    if getattr(learner, "outer", None) is not None:
+        raise ValueError(
+            "without a main node there is no outer step: leave outer= out, and use "
+            "Gossip(local_steps=…) for steps between letters"
+        )
+    if codec is None:
+        return
+    from paceline.codecs.downlink import check_memoryless
+    from paceline.codecs.lazy import check_partial
+
+    check_memoryless(codec, "codec")
+    assert isinstance(policy, Gossip)
+    check_partial(codec, policy.trigger)
+
+
+def _tiles(placement: Placement | None, learner: Learner) -> Partition | None:
+    """Return how placed data are cut, if they are those of the learner."""
+    tiles: Partition | None = getattr(placement, "tiles", None)
     if tiles is not None and len(tiles) != learner.examples:
         raise ValueError(
             f"the tiles are of {len(tiles)} samples, and this learner has "
@@ -432,7 +532,7 @@ def _check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int
 
 
 @contextlib.contextmanager
-def _ctrl_c(engine: TrainingEngine) -> Iterator[None]:
+def _ctrl_c(interrupt: Callable[[str], None]) -> Iterator[None]:
     """Make the first Ctrl-C an event, so that it never strikes in the middle of something.
 
     The second one is as rude as ever. Threads other than the main one get no signals.
@@ -444,7 +544,7 @@ def _ctrl_c(engine: TrainingEngine) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
-        engine.interrupt("interrupted by the user")
+        interrupt("interrupted by the user")
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from paceline.codecs.base import Codec
 from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
 from paceline.engines.ray.engine import WorkersLost
 from paceline.testing import Throttle
@@ -90,7 +91,10 @@ def test_under_sync_a_killed_worker_does_not_change_the_trajectory(ray_workers: 
     assert torch.equal(flat(killed.model), flat(whole.model))
 
 
-def test_a_lost_worker_is_created_anew_and_takes_part(ray_workers: pl.Ray) -> None:
+@pytest.mark.parametrize("codec", [None, pl.Lazy(codec=pl.TopK(0.2))])
+def test_a_lost_worker_is_created_anew_and_takes_part(
+    ray_workers: pl.Ray, codec: Codec | None
+) -> None:
     before = ray_workers.pids()
 
     class UntilBack(pl.Callback):
@@ -102,8 +106,13 @@ def test_a_lost_worker_is_created_anew_and_takes_part(ray_workers: pl.Ray) -> No
                 if progress.step >= self.since + 5:
                     progress.stop("it is back")
 
+    # Lazy results have to be known anew: the first message of the new one is number 1 again.
     run = pl.Trainer(
-        heavy_learner(), pl.sync(), ray_workers, progress=False, callbacks=[UntilBack()]
+        heavy_learner(),
+        *(pl.sync(), ray_workers),
+        progress=False,
+        callbacks=[UntilBack()],
+        codec=codec,
     ).fit(seconds=90)
     assert run.reason == "it is back"
     at = max(i for i, e in enumerate(run.journal) if e.event == Joined("w0"))

@@ -184,6 +184,32 @@ def test_results_travel_encoded(engine: TrainingEngine, name: str) -> None:
         assert dropping.metrics["loss"][-5:].mean() < 0.5 * dropping.metrics["loss"][:3].mean()
 
 
+def test_results_travel_as_far_as_they_changed(engine: TrainingEngine) -> None:
+    def fit_by(policy: Policy, codec: Codec | None, steps: int = 40) -> pl.Run:
+        trainer = pl.Trainer(make_learner(), policy, engine, progress=False, codec=codec)
+        return trainer.fit(steps=steps)
+
+    if getattr(engine, "servers", None) is not None:
+        with pytest.raises(ValueError, match="servers see the results that a step uses"):
+            fit_by(pl.sync(), pl.Lazy())
+        return
+    plain = fit_by(pl.sync(), None)
+    same = fit_by(pl.sync(), pl.Lazy())
+    assert torch.equal(flat(same.model), flat(plain.model))
+    # Late results, cancelled ones, and several of one worker in a step.
+    for policy in (pl.sync(), pl.k_sync(2), pl.rennala(6), pl.ringmaster(3, stops=False)):
+        for codec, share in (
+            (pl.Lazy(codec=pl.Chain(pl.TopK(0.2), pl.Int8())), 0.2),
+            (pl.Lazy(pl.OnChange(0.4, every=10)), 0.95),
+        ):
+            steps = 40 if policy.k != 1 else 160
+            run = fit_by(policy, codec, steps)
+            assert run.metrics["loss"][-5:].mean() < 0.7 * run.metrics["loss"][:3].mean()
+            arrived = sum(isinstance(entry.event, Finished) for entry in run.journal)
+            assert run.meter.up_bytes < share * arrived * run.meter.message_bytes
+            assert pl.replay(run.policy, run.journal) == run.journal
+
+
 def test_models_travel_as_changes(engine: TrainingEngine) -> None:
     def fit_down(policy: Policy, down: Codec | None, steps: int = 40) -> pl.Run:
         trainer = pl.Trainer(make_learner(), policy, engine, progress=False, down=down)

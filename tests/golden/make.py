@@ -12,10 +12,11 @@ from pathlib import Path
 import paceline as pl
 from paceline.core.coordinator import run
 from paceline.core.journal import Header
-from paceline.core.protocol import MAIN, Policy
+from paceline.core.protocol import MAIN, Peer, Policy, Step
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
-from paceline.engines.base import Job
+from paceline.engines.base import Job, PeersJob
+from paceline.engines.peers import SimulatedPeers
 from paceline.learners.base import Learner
 
 FOLDER = Path(__file__).parent
@@ -73,23 +74,47 @@ CASES: dict[str, Case] = {
         lambda: pl.MinWorkers(3, pl.Gather(2, placement=pl.Placed(TILES, move=False))), 10
     ),
     "coded": Case(lambda: pl.MinWorkers(3, pl.coded(1, 2)), 6, QUADRATIC),
+    "gossip": Case(
+        lambda: pl.Gossip(pl.ring(3), pl.Difference(0.5), pl.OnChange(0.4, every=3), tiled=False),
+        12,
+        QUADRATIC,
+    ),
     "deadline": Case(lambda: pl.deadline(1.0), 8, engine=lambda: unequal(unit=2)),
 }
 
 
 def policy(name: str) -> Policy:
-    """Return the policy of a case, with its end."""
-    return pl.Until(CASES[name].policy(), steps=CASES[name].steps)
+    """Return the policy of a case, with its end; peers are told of theirs."""
+    chosen = CASES[name].policy()
+    return chosen if isinstance(chosen, pl.Gossip) else pl.Until(chosen, steps=CASES[name].steps)
 
 
 def simulate(name: str) -> pl.Journal:
     """Run a case and return its journal."""
     case, engine = CASES[name], CASES[name].engine()
+    if isinstance(chosen := case.policy(), pl.Gossip):
+        return one_of_peers(case, chosen, engine.peers())
     header = Header(describe(case.policy()), case.batch)
     coordinator = pl.Coordinator(policy(name), case.batch, pl.Journal(header))
     engine.open(Job(case.learner, case.learner.server(), case.policy().wants, seed=1))
     run({MAIN: coordinator}, engine)
     return coordinator.journal
+
+
+def one_of_peers(case: Case, policy: pl.Gossip, engine: SimulatedPeers) -> pl.Journal:
+    """Return the journal of w1, who is away for a while."""
+    headers = {
+        node: Header(describe(policy), case.batch, peer=Peer(node, others, (2,)))
+        for node, others in policy.graph.neighbors.items()
+    }
+    journal, steps = pl.Journal(headers["w1"]), 0
+    for node, entry in engine.entries(PeersJob(case.learner, policy, headers, seed=1)):
+        if node == "w1":
+            journal.append(entry)
+            steps += any(isinstance(command, Step) for command in entry.commands)
+            if steps == case.steps:
+                engine.stop("enough")
+    return journal
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"core"},
     "delays": {"core"},
     "codes": {"core"},
-    "codecs": {"core"},
+    "codecs": {"core", "policies"},
     "ddp": {"core", "codecs", "data", "policies"},
     "learners": {"core", "data", "codes"},
     "engines": {"core", "codecs", "codes", "data", "delays", "learners"},
@@ -35,7 +35,9 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "callbacks",
         "checkpoint",
+        "swarm",
     },
+    "swarm": {"core", "codecs", "data", "engines", "learners", "policies", "report", "callbacks"},
     "testing": {"core", "callbacks"},
 }
 # Which packages beyond the standard library each layer may import.
@@ -54,6 +56,7 @@ PACKAGES: dict[str, set[str]] = {
     "callbacks": set(),
     "checkpoint": {"numpy", "safetensors"},
     "trainer": {"numpy"},
+    "swarm": {"numpy"},
     "testing": {"hypothesis"},
 }
 # One file each, so that the rest works without them.

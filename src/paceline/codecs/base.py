@@ -198,14 +198,15 @@ def unpack(packed: NDArray[Any]) -> Message:
         raise ValueError(damaged + f"{at + sum(nbytes for _, nbytes in spans)} were expected")
     parts = []
     for dtype, nbytes in spans:
-        raw = _view(packed[at : at + nbytes])
+        raw = view(packed[at : at + nbytes])
         aligned = raw.data_ptr() % dtype.itemsize == 0
         parts.append((raw if aligned else raw.clone()).view(dtype))
         at += nbytes
     return Message(tuple(parts), rate)
 
 
-def _view(array: Bytes) -> Tensor:
+def view(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor that is only read."""
     with warnings.catch_warnings():  # arrays of an object store are read-only, and never written to
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

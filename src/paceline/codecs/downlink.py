@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.codecs.base import Bytes, Codec, Message, pack
-from paceline.codecs.feedback import DeepGradient, Feedback
+from paceline.codecs.feedback import DeepGradient, Feedback, expands
+from paceline.codecs.lazy import Lazy
 from paceline.codecs.uplink import received
 
 
@@ -25,7 +26,7 @@ class Downlink:
     """The server's side: the public copy, and the messages that made it."""
 
     def __init__(self, codec: Codec, vector: NDArray[Any], trained: int) -> None:
-        check_down(codec)
+        check_memoryless(codec, "down")
         self._codec, self._trained = codec, trained
         self.copy = np.array(vector)
         self._changes: OrderedDict[int, Bytes] = OrderedDict()  # by the version they lead to
@@ -77,9 +78,15 @@ def moved(copy: NDArray[Any], changes: Sequence[Bytes], codec: Codec, trained: i
     return copy
 
 
-def check_down(codec: Codec) -> None:
-    if isinstance(codec, Feedback | DeepGradient):
+def check_memoryless(codec: Codec, name: str) -> None:
+    """Refuse a codec that remembers, for messages that are changes of a public copy."""
+    if isinstance(codec, Feedback | DeepGradient | Lazy):
         raise ValueError(
-            f"down={codec}: differences to a public copy hold what was left out already; give the "
-            "codec without its memory"
+            f"{name}={codec}: differences to a public copy hold what was left out already; give "
+            "the codec without its memory"
+        )
+    if expands(codec):
+        raise ValueError(
+            f"{name}={codec}: it may miss by more than it was given, and a public copy would never "
+            "come near the model; use scaled=False"
         )

@@ -37,7 +37,7 @@ class Feedback:
     def __post_init__(self) -> None:
         if isinstance(self.codec, Feedback | DeepGradient):
             raise ValueError(f"{self.codec} remembers by itself; use it without Feedback")
-        if _expands(self.codec):
+        if expands(self.codec):
             raise ValueError(
                 f"{self.codec} may miss by more than it was given, and the memory would grow "
                 "without bound; use scaled=False"
@@ -63,7 +63,7 @@ class _FeedbackSender:
     def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
         _check(vector, self._size, rate)
         vector = checked(vector)
-        if not rate or not _finite(vector):  # a step of rate 0 takes nothing, and leaves nothing
+        if not rate or not finite(vector):  # a step of rate 0 takes nothing, and leaves nothing
             return self._inner.send(vector, key, rate)
         if self._error is None:
             self._error = torch.zeros_like(vector)
@@ -76,7 +76,7 @@ class _FeedbackSender:
         if not self._refunds:
             return
         sent = self._codec.decode(message, self._size)
-        if message.rate and _finite(sent):
+        if message.rate and finite(sent):
             if self._error is None:
                 self._error = torch.zeros_like(sent)
             self._error.add_(sent.to(self._error), alpha=message.rate)
@@ -154,7 +154,7 @@ class _DeepSender:
         vector = checked(vector)
         codec = self._recipe.at(self._sent)
         self._sent += 1
-        if not _finite(vector):
+        if not finite(vector):
             return Message(codec.encode(vector, key).parts, rate)
         if self._recipe.clip is not None:
             norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
@@ -179,7 +179,7 @@ class _DeepSender:
 
     def refund(self, message: Message) -> None:
         sent = self._recipe.decode(message, self._size)
-        if message.rate and _finite(sent):
+        if message.rate and finite(sent):
             if self._pending is None:
                 self._pending = torch.zeros_like(sent)
             self._pending.add_(sent.to(self._pending), alpha=message.rate)
@@ -192,17 +192,17 @@ class _DeepSender:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sent = int(state["sent"])
+        self._sent = int(state.get("sent", 0))  # nothing is saved of one that has sent nothing
         self._velocity = state["velocity"].clone() if "velocity" in state else None
         self._pending = state["pending"].clone() if "pending" in state else None
 
 
-def _expands(codec: Codec) -> bool:
+def expands(codec: Codec) -> bool:
     match codec:
         case RandomK(scaled=scaled):
             return scaled
         case Chain(first=first, second=second):
-            return _expands(first) or _expands(second)
+            return expands(first) or expands(second)
         case _:
             return False
 
@@ -214,5 +214,5 @@ def _check(vector: Tensor, size: int, rate: float) -> None:
         raise ValueError(f"rate={rate}: a learning rate is finite and not below 0")
 
 
-def _finite(vector: Tensor) -> bool:
+def finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite())

@@ -2,7 +2,8 @@
 
 What is trained goes through the codec; what is not (buffers such as BatchNorm's statistics) is sent
 as it is, behind it. A worker remembers its last messages, until it is told that one of them was not
-used: then it is given back to the memory of its sender.
+used: then it is given back to the memory of its sender. `Lazy` has a memory at the other end too,
+and is for results that are not cut.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from paceline.codecs.base import Bytes, Codec, Message, Sender, pack, unpack
+from paceline.codecs.base import Bytes, Codec, Message, Sender, pack, unpack, view
+from paceline.codecs.lazy import Known, Lazy, LazySender
 
 Span = tuple[int, int]
 _REMEMBERED = 4  # messages; a result is used or given up soon after it was sent
@@ -25,27 +28,41 @@ class Uplink:
     """A worker's side of a codec: one sender for each slice that results are cut into.
 
     If they are cut otherwise, as when a server is lost, memories begin anew.
+    tensors: the sizes of what is trained, if it is more than one.
     """
 
-    def __init__(self, codec: Codec, trained: int) -> None:
-        self._codec, self._trained = codec, trained
+    def __init__(self, codec: Codec, trained: int, tensors: Sequence[int] = ()) -> None:
+        self._codec, self._trained, self._tensors = codec, trained, tensors
         self._spans: list[Span] = []
         self._senders: list[Sender | None] = []
         self._sent: OrderedDict[int, list[Message | None]] = OrderedDict()
 
     def send(
-        self, vector: NDArray[Any], task: int, rate: float, spans: Sequence[Span]
+        self,
+        vector: NDArray[Any],
+        task: int,
+        rate: float,
+        spans: Sequence[Span],
+        model: NDArray[Any] | None = None,
     ) -> list[Bytes]:
-        """Return the packed slices of a task's result."""
+        """Return the packed slices of a task's result.
+
+        model: what it was computed on, to be left as it is from now on; `Lazy` alone looks at it.
+        """
         self._cut(spans)
         packed, messages = [], list[Message | None]()
         for (start, stop), sender in zip(self._spans, self._senders, strict=True):
             middle = max(min(stop, self._trained), start)
             tail = torch.from_numpy(vector[middle:stop])
-            message = None
-            if sender is not None:
-                message = sender.send(torch.from_numpy(vector[start:middle]), task, rate)
-            messages.append(message)
+            piece, message = torch.from_numpy(vector[start:middle]), None
+            if isinstance(sender, LazySender):
+                shown = None if model is None else view(model[start:middle])
+                message = sender.send(piece, task, rate, shown)
+                messages.append(None)  # which there is no use to remember
+            else:
+                if sender is not None:
+                    message = sender.send(piece, task, rate)
+                messages.append(message)
             parts = () if message is None else message.parts
             packed.append(pack(Message((*parts, tail), rate)))
         self._sent[task] = messages
@@ -64,9 +81,16 @@ class Uplink:
         given = [(start, stop) for start, stop in spans]
         if given != self._spans:
             sizes = [max(min(stop, self._trained) - start, 0) for start, stop in given]
-            self._senders = [self._codec.sender(size) if size else None for size in sizes]
+            self._senders = [self._sender(size) if size else None for size in sizes]
             self._spans = given
             self._sent.clear()
+
+    def _sender(self, size: int) -> Sender:
+        if not isinstance(self._codec, Lazy):
+            return self._codec.sender(size)
+        if size != self._trained:
+            raise ValueError(f"{self._codec} is for results that are not cut into slices")
+        return LazySender(self._codec, self._tensors or [size])
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return the senders' memories, by slice."""
@@ -90,19 +114,58 @@ class Uplink:
                 sender.load_state_dict(mine)
 
 
+class Receiver:
+    """The other side of one worker's uplink, for results that are not cut."""
+
+    def __init__(self, codec: Codec, size: int, trained: int, tensors: Sequence[int] = ()) -> None:
+        self._codec, self._size, self._trained = codec, size, trained
+        self._known: Known | None = None
+        if isinstance(codec, Lazy) and trained:
+            self._known = Known(codec, tensors or [trained])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has to read all messages, wanted or not, in the order they were sent."""
+        return self._known is not None
+
+    def read(self, packed: Bytes) -> NDArray[Any]:
+        """Return a result from its packed message; it is not to be changed in place."""
+        if self._known is None:
+            return received(packed, self._codec, (0, self._size), self._trained)
+        message, tail = _parted(packed, (self._trained, self._size))
+        vector = self._known.take(message, tail.dtype)
+        return (torch.cat((vector, tail)) if tail.numel() else vector).numpy()
+
+    def load_state_dict(self, state: dict[str, NDArray[Any]]) -> None:
+        """Know what the uplink knew whose memories these are."""
+        if self._known is not None:
+            mine = {
+                name: torch.from_numpy(np.array(state[f"0.{name}"]))
+                for name in ("number", "known")
+                if f"0.{name}" in state
+            }
+            self._known.load_state_dict(mine)
+
+
 def received(packed: Bytes, codec: Codec, span: Span, trained: int) -> NDArray[Any]:
     """Return a slice of a result from its packed message."""
     start, stop = span
     middle = max(min(stop, trained), start)
-    message = unpack(packed)
-    *parts, tail = message.parts
-    if tail.numel() != stop - middle:
-        raise ValueError(
-            f"a message with {tail.numel()} numbers behind the trained ones, where the slice "
-            f"{start} to {stop} has {stop - middle}"
-        )
+    message, tail = _parted(packed, (middle, stop))
     vector = torch.empty(stop - start, dtype=tail.dtype)
     if middle > start:
-        vector[: middle - start] = codec.decode(Message(tuple(parts), message.rate), middle - start)
+        vector[: middle - start] = codec.decode(message, middle - start)
     vector[middle - start :] = tail
     return vector.numpy()
+
+
+def _parted(packed: Bytes, rest: Span) -> tuple[Message, Tensor]:
+    """Return a sender's message, and what is behind it: the rest of the slice."""
+    message = unpack(packed)
+    *parts, tail = message.parts
+    if tail.numel() != rest[1] - rest[0]:
+        raise ValueError(
+            f"a message with {tail.numel()} numbers behind the trained ones, where the slice "
+            f"has {rest[1] - rest[0]}"
+        )
+    return Message(tuple(parts), message.rate), tail

@@ -34,7 +34,8 @@ class Coordinator:
         if journal is None:
             journal = Journal(Header(describe(policy), batch))
         self.journal = journal
-        self.ledger = Ledger(batch, journal.header.message_bytes, journal.header.prices)
+        header = journal.header
+        self.ledger = Ledger(batch, header.message_bytes, header.prices, header.peer)
 
     def handle(self, now: float, event: Event) -> Entry:
         """Book the event, ask the policy, book and return its commands."""

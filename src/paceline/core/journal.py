@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from paceline.core.protocol import Command, Event, Prices
+from paceline.core.protocol import Command, Event, Peer, Prices
 from paceline.core.state import decode, encode
 
 FORMAT = 1
@@ -37,6 +37,7 @@ class Header:
     message_bytes: int = 0  # of a model, and of a result
     prices: Prices = Prices()
     tiles: tuple[int, ...] = ()  # the samples of each, where the data are placed
+    peer: Peer | None = None  # whose it is, if there is no main node
 
 
 class Journal:
@@ -58,7 +59,7 @@ class Journal:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "w", 1, encoding="utf-8")  # noqa: SIM115 (see close)
-            self._file.write(json.dumps({"format": FORMAT, **asdict(self.header)}) + "\n")
+            self._file.write(dump_header(self.header) + "\n")
 
     def append(self, entry: Entry) -> None:
         self._count += 1
@@ -92,7 +93,10 @@ class Journal:
             if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
                 raise ValueError(f"{path} is not a journal of format {FORMAT}")
         prices = Prices(**head.pop("prices", {}))
-        journal = cls(Header(**head | {"tiles": tuple(head.get("tiles", ()))}, prices=prices))
+        head["tiles"] = tuple(head.get("tiles", ()))
+        if (peer := head.get("peer")) is not None:
+            head["peer"] = Peer(peer["name"], tuple(peer["neighbors"]), tuple(peer["tensors"]))
+        journal = cls(Header(**head, prices=prices))
         for entry in _read(Path(path)):
             journal.append(entry)
         return journal
@@ -125,6 +129,14 @@ def _read(path: Path) -> Iterator[Entry]:
         for line in file:
             if line.endswith("\n"):
                 yield parse_entry(line)
+
+
+def dump_header(header: Header) -> str:
+    """Return a header as one line of JSON."""
+    data = {"format": FORMAT, **asdict(header)}
+    if header.peer is None:
+        del data["peer"]
+    return json.dumps(data)
 
 
 def dump_entry(entry: Entry) -> str:

@@ -15,6 +15,7 @@ from math import inf, isfinite
 from typing import Any
 
 from paceline.core.protocol import (
+    MAIN,
     Assign,
     Cancel,
     Command,
@@ -24,6 +25,7 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
+    Peer,
     Prices,
     Received,
     Result,
@@ -52,7 +54,11 @@ class Ledger:
     """Bookkeeping shared by all policies. Implements `View`."""
 
     def __init__(
-        self, batch: int = 1, message_bytes: int = 0, prices: Prices | None = None
+        self,
+        batch: int = 1,
+        message_bytes: int = 0,
+        prices: Prices | None = None,
+        peer: Peer | None = None,
     ) -> None:
         self.now = 0.0
         self.version = 0
@@ -65,7 +71,11 @@ class Ledger:
         self.running: OrderedDict[TaskId, Task] = OrderedDict()
         self.held: OrderedDict[TaskId, Result] = OrderedDict()
         self.lost: OrderedDict[TaskId, Task] = OrderedDict()
-        self.copies: dict[WorkerId, None] = {}
+        self.node = MAIN if peer is None else peer.name
+        self.tensors = () if peer is None else peer.tensors
+        # All begin with the same model, so that neighbors have each other's.
+        known = () if peer is None else (peer.name, *peer.neighbors)
+        self.copies: dict[WorkerId, int] = dict.fromkeys(known, 0)
         self.timers: dict[str, float] = {}
         self.stopped: str | None = None
         self._results: dict[WorkerId, int] = {}  # -> number of results held
@@ -105,6 +115,10 @@ class Ledger:
                 self.gathered += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
                 self._refresh(task.worker)
+            case Joined(worker) if self._is_peer(worker):
+                pass
+            case Left(worker) if self._is_peer(worker):
+                self.copies.pop(worker, None)
             case Joined(worker):
                 if worker in self.workers:
                     raise ValueError(f"{worker} joined twice; report Left({worker!r}) in between")
@@ -116,8 +130,8 @@ class Ledger:
                 self._lose(self._end(id) for id in list(self._tasks.get(worker, ())))
                 del self.workers[worker]
                 self._refresh(worker)
-            case Received(sender):
-                self.copies[sender] = None
+            case Received(sender, version):
+                self.copies[sender] = version
             case TimerFired(name):
                 if self.timers.get(name, inf) > now:  # moved or cleared meanwhile
                     return False
@@ -158,8 +172,10 @@ class Ledger:
                     self.timers[name] = at
             case Stop(reason):
                 self.stopped = reason
-            case Send():
-                pass
+            case Send(to):
+                if self.node == MAIN or self.node in to or not to:
+                    raise self._error(command, "only a peer sends, and to others")
+                self.copies[self.node] = self.version
             case Start():
                 raise self._error(command, "policies assign; the ledger starts")
         return command
@@ -237,9 +253,14 @@ class Ledger:
             raise self._error(command, f"results of no sample: {empty}; discard them")
         if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
             raise self._error(command, f"no copy of {unknown_peers}")
+        if not all(map(isfinite, command.mix.values())):
+            raise self._error(command, "a weight of a copy is not finite")
         for weight in command.weights.values():
             if not all(map(isfinite, weight if isinstance(weight, tuple) else (weight,))):
                 raise self._error(command, "a weight is not finite")
+
+    def _is_peer(self, worker: WorkerId) -> bool:
+        return self.node not in (MAIN, worker)
 
     def _end(self, id: TaskId) -> Task:
         """Take a task off the running ones; the caller refreshes its worker."""

@@ -6,17 +6,22 @@ clock, draws a random number, or touches a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, Protocol, TypeAlias
 
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
-Stat: TypeAlias = Literal["loss", "norm", "dot", "drift", "sketch"]
+Stat: TypeAlias = Literal["loss", "norm", "dot", "sketch", "rate"]
 Stats: TypeAlias = Mapping[Stat, float]
-Want: TypeAlias = Stat | tuple[Literal["dot"], int]
-"""A statistic to attach; ("dot", 5) is the product with the step five before, every fifth step."""
+Figure: TypeAlias = Literal["norm", "change", "move"]
+"""Of each tensor x_i that may be sent: |x_i|; |x_i - x̂_i|, x̂_i as it was last sent; and of each
+tensor of the model: how far it moved in the last step, 0 before the first."""
+Figures: TypeAlias = Mapping[Figure, Sequence[float]]
+Want: TypeAlias = Stat | tuple[Literal["dot"], int] | tuple[Literal["each"], Figure]
+"""A statistic to attach; ("dot", 5) is the product with the step five before, every fifth step, and
+("each", "change") a figure of each tensor, where there is no main node."""
 Coefficients: TypeAlias = float | tuple[float, ...]
 """A factor of a vector, or m of them: one for each of the vector's m blocks."""
 Tag: TypeAlias = int | str | tuple[int | str, ...] | None
@@ -151,6 +156,15 @@ class Prices:
         return _price(self.per_gigabyte, worker, "per_gigabyte") / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node where there is no main one."""
+
+    name: WorkerId
+    neighbors: tuple[WorkerId, ...]  # at first
+    tensors: tuple[int, ...]  # sizes of the model's
+
+
 def _any_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
     return any(prices.values()) if isinstance(prices, Mapping) else prices > 0
 
@@ -173,14 +187,17 @@ def magnitude(weight: Coefficients) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker is here and idle. A worker that left may join again under its name."""
+    """A worker is here and idle. A worker that left may join again under its name.
+
+    Without a main node every node is its own worker, and hears of peers that have come back.
+    """
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A worker is gone, and with it whatever it was computing."""
+    """A worker is gone, and with it whatever it was computing. Without a main node: or a peer."""
 
     worker: WorkerId
 
@@ -194,8 +211,10 @@ class Finished:
     seconds: float = 0.0
     stats: Stats = field(default_factory=dict)
     waited: float = 0.0  # seconds since it arrived: the engine was busy with something else
-    sent: int | None = None  # bytes that it took; None: as many as a model's, or a code's
-    got: int | None = None  # bytes that the task's model took; None: as many as a model's
+    # Bytes that the result and the task's model took; None: as many as a model's, or a code's.
+    # Without a main node: what went to and came from peers since the task before.
+    sent: int | None = None
+    got: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +223,15 @@ class Stepped:
 
     version: int
     stats: Stats = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A copy of a peer's model has arrived (without a main node only)."""
+    """News of a peer's model has arrived (without a main node only)."""
 
     sender: WorkerId
+    version: int = 0  # of the model that it is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +294,9 @@ class Step:
 
     The optimizer receives the sum of weight * result, added up in the order given; of a coded
     result, m times shorter than the model, block u of the model gets the part that weight[u]
-    makes of it. `mix` first replaces the model by a weighted average with copies received from
-    peers.
+    makes of it. `mix` first replaces the model by a weighted sum with the copies that are at hand:
+    those of peers, and under its own name the one that peers have of this node. The model itself
+    has what is left of 1.
     """
 
     weights: Mapping[TaskId, Coefficients]
@@ -284,9 +306,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a copy of this node's model to a peer (without a main node only)."""
+    """Tell peers of this node's model, all the same (without a main node only).
 
-    to: WorkerId
+    It moves the copy that all peers have of this node, whoever is told.
+
+    tensors: which of them; None: all.
+    whole: the copy as it is, for peers who have none, in place of what has changed.
+    """
+
+    to: tuple[WorkerId, ...]
+    tensors: tuple[int, ...] | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +367,14 @@ class View(Protocol):
         """What workers and messages cost; nothing where no prices were given."""
 
     @property
+    def node(self) -> WorkerId:
+        """Whose books these are: the main node's, or a peer's where there is none."""
+
+    @property
+    def tensors(self) -> Sequence[int]:
+        """The sizes of the model's tensors (without a main node only)."""
+
+    @property
     def workers(self) -> Collection[WorkerId]: ...
     @property
     def idle(self) -> Collection[WorkerId]:
@@ -361,8 +399,8 @@ class View(Protocol):
         """Tasks whose worker left; `Assign(redo=…)` hands them out again."""
 
     @property
-    def copies(self) -> Collection[WorkerId]:
-        """Peers of whom a model copy is at hand."""
+    def copies(self) -> Mapping[WorkerId, int]:
+        """Nodes of whose model a copy is at hand, and the version of each, as far as is known."""
 
     def delay(self, item: Task | Result) -> int:
         """Count the versions the model has moved since the item's task began."""

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.codecs.base import Codec, Message, Sender, pack, unpack
-from paceline.policies.triggers import Figure, Trigger
+from paceline.core.protocol import Figure
+from paceline.policies.triggers import Trigger
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket  # which torch.distributed has untyped

@@ -44,13 +44,14 @@ from paceline.core.state import decode, encode
 from paceline.delays.compound import Delays, PerWorker, resolve
 from paceline.delays.models import Delay, Exponential
 from paceline.engines.base import Job
+from paceline.engines.peers import Place, SimulatedPeers
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Array, Saved, mean_loss
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
     from paceline.codecs.downlink import Downlink
-    from paceline.codecs.uplink import Uplink
+    from paceline.codecs.uplink import Receiver, Uplink
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class _Run:
     seconds: float
     samples: int
     wanted: bool = True
+    news: Finished | None = None  # of its result, which is on its way
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class _Worker:
     waiting: deque[Task] = field(default_factory=deque)
     run: _Run | None = None
     uplink: Uplink | None = None
+    receiver: Receiver | None = None  # of what the uplink sends
     known: int | None = None  # the version of the public copy that it has
     got: int = 0  # bytes that its last model took
 
@@ -150,6 +153,7 @@ class Simulator:
         self._order = 0
         self._version = job.steps
         self._interruption: Interrupted | None = None
+        self._lazy = False  # messages have lengths that are known when they are sent
         self._garbage = 0  # entries of the queue that nobody waits for
         self._queue = []
         self._tasks: dict[TaskId, Task] = {}
@@ -180,18 +184,31 @@ class Simulator:
 
     def _open_uplinks(self, codec: Codec) -> None:
         """Give every worker a sender, and see how long a message of noise is."""
-        from paceline.codecs.uplink import Uplink, received
+        from paceline.codecs.lazy import Lazy
+        from paceline.codecs.uplink import Receiver, Uplink
 
         if not self._arithmetic:
             raise ValueError("Timing has no results to encode; say message_bytes of what is sent")
         layout, dtype = self._job.server.layout, self._job.server.vector.dtype
         self._whole = [(0, layout.size)]
-        self._uplink = partial(Uplink, codec, layout.trained)
-        self._receive = partial(received, codec=codec, span=self._whole[0], trained=layout.trained)
+        laid_out = layout.trained, layout.tensors
+        self._uplink = partial(Uplink, codec, *laid_out)
+        self._receiver = partial(Receiver, codec, layout.size, *laid_out)
         for worker in self._workers.values():
-            worker.uplink = self._uplink()
+            worker.uplink, worker.receiver = self._uplink(), self._receiver()
+        if isinstance(codec, Lazy):
+            self._sent, self._lazy = 0, True
+            return
         noise = np.random.Generator(np.random.PCG64(0)).standard_normal(layout.size).astype(dtype)
         self._sent = self._uplink().send(noise, 0, 1.0, self._whole)[0].nbytes
+
+    def peers(self) -> SimulatedPeers:
+        links = [self._link] if isinstance(self._link, Link) else self._link
+        places = {
+            f"w{i}": Place(resolve(self._delays, f"w{i}", i), links[i % len(links)])
+            for i in range(self.size)
+        }
+        return SimulatedPeers(places, self._schedule, self._unit, self._update)
 
     def settle(self) -> None:
         pass
@@ -245,7 +262,7 @@ class Simulator:
             case Stop() | Assign():
                 pass
             case Send():
-                raise NotImplementedError("this engine has one node; peers need a gossip engine")
+                raise NotImplementedError("peers have an engine of their own: see `peers`")
 
     def _push(self, at: float, item: Event | Task) -> None:
         self._order += 1  # ties are broken by order, never by chance
@@ -274,8 +291,12 @@ class Simulator:
         if run is None or run.task.id != task.id:  # cancelled, or the worker left
             self._garbage -= 1
             return None
+        if run.wanted and self._arithmetic and run.news is None:
+            run.news = self._computed(worker, run)
+            if self._lazy and (seconds := (run.news.sent or 0) / worker.link.up):
+                self._push(self._now + seconds, task)
+                return None
         worker.run = None
-        got = None if self._downlink is None else worker.got
         if worker.waiting:
             self._begin(worker, worker.waiting.popleft())
         if not run.wanted:  # could not be interrupted; the coordinator will discard it
@@ -283,15 +304,21 @@ class Simulator:
         if not self._arithmetic:
             del self._tasks[task.id]
             return Finished(task.id, run.samples, run.seconds)
+        self._forget(task)
+        return run.news
+
+    def _computed(self, worker: _Worker, run: _Run) -> Finished:
+        """Do a task, and keep what is received of its result."""
+        task = run.task
+        got = None if self._downlink is None else worker.got
         model = self._models[task.version]
         outcome = self._replica.compute([model], task, lambda done: done < run.samples)
-        self._forget(task)
         vector = None if outcome.vector is None else np.array(outcome.vector)
         sent = None
-        if worker.uplink is not None and vector is not None:
+        if worker.uplink is not None and worker.receiver is not None and vector is not None:
             rate = self._job.learner.rate(task.version)
-            packed = worker.uplink.send(vector, task.id, rate, self._whole)[0]
-            sent, vector = packed.nbytes, self._receive(packed)
+            packed = worker.uplink.send(vector, task.id, rate, self._whole, model)[0]
+            sent, vector = packed.nbytes, worker.receiver.read(packed)
             self._senders[task.id] = task.worker
         self._results[task.id] = vector, outcome.stats.get("loss")
         return Finished(task.id, outcome.samples, run.seconds, outcome.stats, sent=sent, got=got)
@@ -308,6 +335,8 @@ class Simulator:
                 worker.run.wanted = False
         else:
             worker.waiting.remove(task)
+        self._results.pop(task.id, None)  # of one that was on its way
+        self._senders.pop(task.id, None)
         self._forget(task)
 
     def _sweep(self) -> None:
@@ -335,8 +364,10 @@ class Simulator:
         worker.waiting.clear()
         worker.known = None
         if worker.uplink is not None:
-            worker.uplink = self._uplink()  # its memory is gone with it
+            worker.uplink, worker.receiver = self._uplink(), self._receiver()  # all is forgotten
         for task in gone:
+            self._results.pop(task.id, None)
+            self._senders.pop(task.id, None)
             self._forget(task)
 
     def _step(self, step: Step) -> None:
@@ -394,7 +425,7 @@ class Simulator:
                 "waiting": list(worker.waiting),
                 "run": None
                 if (run := worker.run) is None
-                else [run.task, run.seconds, run.samples, run.wanted],
+                else [run.task, run.seconds, run.samples, run.wanted, run.news],
             }
             for name, worker in self._workers.items()
         }
@@ -433,6 +464,8 @@ class Simulator:
                 memory = {k.removeprefix(prefix): v for k, v in saved.arrays.items()
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
+                if worker.receiver is not None:
+                    worker.receiver.load_state_dict(memory)
         if self._downlink is not None:
             self._downlink.load_state_dict(saved.arrays)
         if self._arithmetic:

@@ -261,11 +261,8 @@ class Direction:
 
 def _lag(wants: frozenset[Want]) -> int:
     """Return how many steps before the other factor of "dot" is; 0 if nobody asks for one."""
-    lags = {
-        want[1] if isinstance(want, tuple) else 1
-        for want in wants
-        if isinstance(want, tuple) or want == "dot"
-    }
+    lags = {1 for want in wants if want == "dot"}
+    lags |= {want[1] for want in wants if isinstance(want, tuple) and want[0] == "dot"}
     if len(lags) > 1:
         raise ValueError(
             f'products with the steps {sorted(lags)} before are wanted ("dot" is 1 before), but '
@@ -275,6 +272,14 @@ def _lag(wants: frozenset[Want]) -> int:
     if lag is not None and lag < 1:
         raise ValueError(f'("dot", {lag}) names no step before; use ("dot", lag) with lag >= 1')
     return lag or 0
+
+
+def mixed(model: Array, copies: Mapping[str, Array], mix: Mapping[str, float]) -> Array:
+    """Return a weighted sum of a model with copies, of which the model has what is left of 1."""
+    # Copies first: where their weights add up to 0, their sum is small, and so is its rounding.
+    total = sum(np.multiply(copies[peer], weight) for peer, weight in mix.items())
+    own = 1.0 - sum(mix.values())
+    return np.asarray(model * model.dtype.type(own) + total, dtype=model.dtype)
 
 
 def add_up(sums: Iterable[Sums]) -> Sums:

@@ -6,15 +6,12 @@ send. What is not a number is always sent: then others see it too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import fsum, isfinite, sqrt
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
-Figure: TypeAlias = Literal["norm", "change", "move"]
-"""Of each tensor x_i that may be sent: |x_i|; |x_i - x̂_i|, x̂_i as it was last sent; and of each
-tensor of the model: how far it moved in the last step, 0 before the first."""
-Figures: TypeAlias = Mapping[Figure, Sequence[float]]
+from paceline.core.protocol import Figure, Figures
 
 
 class Trigger(Protocol):

@@ -19,8 +19,10 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
+    Peer,
     Prices,
     Result,
+    Send,
     Start,
     Step,
     Task,
@@ -58,6 +60,7 @@ class Meter:
     work that cannot be interrupted goes on after its cancellation, and is not charged.
     Dollars: the seconds in which a worker has a task (with `Prices.idle`, in which it is there)
     times its price, and its bytes times theirs.
+    Without a main node: bytes up are those of letters to peers, bytes down those from peers.
     """
 
     message_bytes: int = 0  # of a model, and of a result
@@ -79,6 +82,10 @@ class Meter:
     up_bytes: int = 0
     dollars: float = 0.0
     tiles: tuple[int, ...] = ()  # the samples of each
+    peer: Peer | None = None  # whose figures these are, if there is no main node
+    letters: int = 0  # to peers, each counted
+    tensors_sent: int = 0  # in them
+    last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
@@ -98,7 +105,7 @@ class Meter:
     def begin(cls, header: Header) -> Meter:
         """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
         meter, books = cls(header.message_bytes, header.prices), _books(header)
-        meter.tiles = header.tiles
+        meter.tiles, meter.peer = header.tiles, header.peer
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
         for worker in books.workers:
@@ -129,7 +136,8 @@ class Meter:
                     if got is not None:  # it was charged as its worker's last one when it started
                         self.down_bytes += got - charged
                         self._pay_message(task.worker, got - charged)
-                        self._got[task.worker] = got
+                        if self.peer is None:
+                            self._got[task.worker] = got
                     self.up_bytes += sent
                     self._pay_message(task.worker, sent)
         for command in entry.commands:
@@ -138,6 +146,8 @@ class Meter:
                     self._start(task)
                     self.started += 1
                     down = self._got.get(task.worker, self.message_bytes)
+                    if self.peer is not None:
+                        down = 0
                     self._charged[task.id] = down
                     self.down_bytes += down
                     self._pay_message(task.worker, down)
@@ -153,6 +163,11 @@ class Meter:
                         self.discarded += 1
                 case Step():
                     self._step(command, entry.now)
+                case Send(to, tensors):
+                    assert self.peer is not None
+                    self.letters += len(to)
+                    each = len(self.peer.tensors if tensors is None else tensors)
+                    self.tensors_sent += len(to) * each
 
     def _step(self, step: Step, now: float) -> None:
         results = [self._held[id] for id in step.weights]
@@ -173,16 +188,23 @@ class Meter:
         }
         for name, value in row.items():
             self.columns[name].append(value)
+        self.last_weights = {}
         for weight, result in zip(step.weights.values(), results, strict=True):
             for tile, count in (result.task.work.tiles or {}).items():
                 part = magnitude(weight) * count / result.task.samples
-                self._weight[tile] = self._weight.get(tile, 0.0) + part
+                self.last_weights[tile] = self.last_weights.get(tile, 0.0) + part
+        self.weigh(self.last_weights)
         self.version += 1
         self.used += len(results)
         self.samples_used += samples
         if not step.keep:
             for id in step.weights:
                 del self._held[id]
+
+    def weigh(self, parts: Mapping[int, float]) -> None:
+        """Count the weights that a step gave to tiles."""
+        for tile, part in parts.items():
+            self._weight[tile] = self._weight.get(tile, 0.0) + part
 
     def _join(self, worker: WorkerId) -> None:
         self._present.add(worker)

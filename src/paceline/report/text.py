@@ -10,8 +10,10 @@ from paceline.report.metrics import Meter
 _FORGOTTEN = 0.5  # of its part: a model that saw less of some data than that is another model
 
 
-def summary(meter: Meter, reason: str, batch: int) -> str:
+def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> str:
     """Say what was done, what it used, wasted and cost, all since the run was (re)started.
+
+    nodes: how many there are, if none is the main one.
 
     A started task is a model down, an arrived result a result up, and a worker is busy from a
     task's start until its result, cancellation or loss; `Meter` says what is left out.
@@ -22,11 +24,14 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
     samples = sum(columns["samples"])
     losses = [loss for loss in columns["loss"] if not isnan(loss)]
     title = f"{steps} steps in {seconds:.4g} s"
+    if nodes is not None:
+        title = f"{steps} steps of {nodes} nodes in {seconds:.4g} s"
     if losses:
         title += f", loss {losses[0]:.4g} -> {losses[-1]:.4g}"
     per_step = samples / steps if steps else 0.0
     per_second = samples / seconds if seconds > 0 else 0.0
     delay = sum(columns["delay"]) / steps if steps else 0.0
+    stale = "" if nodes is not None else f"; mean delay {delay:.3g} versions"
     lines = [
         f"{title} (ended: {reason})",
         f"  samples   {samples} used, {per_step:.4g} a step (batch_size {batch}), "
@@ -34,7 +39,7 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
         f"  tasks     {meter.started} started, {meter.used} used, {meter.wasted} wasted "
         f"({meter.cancelled} cancelled, {meter.discarded} discarded, {meter.lost} lost of which "
         f"{meter.redone} done again)",
-        f"  waiting   {meter.waiting:.0%} of the workers' time; mean delay {delay:.3g} versions",
+        f"  waiting   {meter.waiting:.0%} of the workers' time{stale}",
     ]
     represented = meter.represented()
     if len(represented):
@@ -46,12 +51,17 @@ def summary(meter: Meter, reason: str, batch: int) -> str:
         if represented[least] < _FORGOTTEN:
             few = _number(int((represented < _FORGOTTEN).sum()), "tile")
             lines.append(
-                f"            WARNING: {few} had less than half of it; use Placed(bound=…) if "
-                "there is none, or train longer"
+                f"            WARNING: {few} had less than half of it; "
+                + (
+                    "use Placed(bound=…) if there is none, or train longer"
+                    if nodes is None
+                    else "whoever has them is slow, or was lost"
+                )
             )
     if meter.message_bytes:
         down, up = in_bytes(meter.down_bytes), in_bytes(meter.up_bytes)
-        lines.append(f"  messages  {down} down, {up} up")
+        told = f"{down} down, {up} up" if nodes is None else f"{up} sent, {down} received"
+        lines.append(f"  messages  {told}")
     cost = f"{_count(meter.busy_seconds)} busy worker-seconds of {_count(meter.worker_seconds)}"
     if meter.priced:
         idle = ", idle time included" if meter.prices.idle else ""

@@ -133,4 +133,4 @@ def check_books(ledger: Ledger) -> None:
 
 
 def _stats(number: int) -> Stats:
-    return {"loss": float(number), "dot": float(number - 5), "norm": 1.0, "drift": 1.0}
+    return {"loss": float(number), "dot": float(number - 5), "norm": 1.0}

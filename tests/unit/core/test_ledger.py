@@ -16,6 +16,7 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
+    Peer,
     Received,
     Result,
     Send,
@@ -230,11 +231,46 @@ def test_a_step_may_keep_its_results() -> None:
 
 
 def test_a_step_may_be_a_mixture_alone() -> None:
-    ledger = books("w0")
-    ledger.record(0.0, Received("w1"))
-    ledger.apply(Step({}, mix={"w1": 0.5}))
+    ledger = peer("w0", "w1")
+    ledger.apply(Step({}, mix={"w1": 0.5, "w0": -0.25}))
     assert (ledger.version, ledger.samples) == (1, 0)
-    assert ledger.apply(Send("w1")) == Send("w1")
+
+
+def peer(name: str, *neighbors: str) -> Ledger:
+    ledger = Ledger(peer=Peer(name, neighbors, (2, 3)))
+    ledger.record(0.0, Joined(name))
+    return ledger
+
+
+def test_a_peer_begins_with_copies_of_its_neighbors_and_of_itself() -> None:
+    ledger = peer("w0", "w1", "w5")
+    assert (ledger.node, ledger.tensors) == ("w0", (2, 3))
+    assert ledger.copies == {"w0": 0, "w1": 0, "w5": 0}
+    assert ledger.record(1.0, Received("w5", 7)) and ledger.copies["w5"] == 7
+    with pytest.raises(PolicyError, match=r"no copy of \['w2'\]"):
+        ledger.apply(Step({}, mix={"w2": 0.5}))
+    with pytest.raises(PolicyError, match="weight of a copy is not finite"):
+        ledger.apply(Step({}, mix={"w1": float("inf")}))
+
+
+def test_peers_come_and_go_without_being_workers() -> None:
+    ledger = peer("w0", "w1")
+    assert ledger.record(1.0, Left("w1")) and ledger.record(1.0, Left("w7"))
+    assert list(ledger.workers) == ["w0"] and ledger.copies == {"w0": 0}
+    assert ledger.record(2.0, Joined("w1")) and list(ledger.workers) == ["w0"]
+    assert ledger.record(3.0, Left("w0")) and not ledger.workers
+
+
+def test_a_letter_moves_the_copy_that_others_have() -> None:
+    ledger = peer("w0", "w1")
+    ledger.apply(Step({}, mix={"w1": 0.5}))
+    assert ledger.apply(Send(("w1",), (0,))) == Send(("w1",), (0,))
+    assert ledger.copies == {"w0": 1, "w1": 0}
+    for wrong in (Send(("w0",)), Send(())):
+        with pytest.raises(PolicyError, match="only a peer sends, and to others"):
+            ledger.apply(wrong)
+    with pytest.raises(PolicyError, match="only a peer sends"):
+        books("w0").apply(Send(("w1",)))
 
 
 def test_delays_count_versions() -> None:

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import paceline as pl
+from paceline.codecs.uplink import Uplink
 from paceline.core.protocol import Task, Work
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.reducer import DriverReducer
-from paceline.engines.ray.worker import Answer, Token, pack, read, unpack
+from paceline.engines.ray.worker import Answer, Token, Worker, pack, read, unpack
 
 TOKEN = Token("run", "w1", 0, 7)
 TASK = Task(7, "w1", Work(), 0, 0.0, 4, 0)
@@ -92,3 +95,60 @@ def test_a_task_survives_its_way_to_the_worker(work: Work) -> None:
     assert unpack(pack(TOKEN, task)) == (TOKEN, task)
     reply = (tuple(TOKEN), None, 0, 0.5, {}, None)
     assert read(reply) == Answer(TOKEN, None, 0, 0.5, {})
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([pl.TopK(0.4), None]))
+def test_both_ends_of_lazy_results_stay_alike(seed: int, codec: pl.TopK | None) -> None:
+    """Whatever is cancelled, repeated, of a former life, or lost with its worker."""
+    rng = np.random.default_rng(seed)
+    recipe = pl.Lazy(pl.OnChange(2.0), codec)
+    server = pl.Quadratic((1.0,) * 10, lr=0.1).server()
+    reducer = DriverReducer(server, frozenset(), lambda stats: None, recipe)
+    lives = {f"w{i}": 0 for i in range(3)}
+    uplinks = {name: Uplink(recipe, 10) for name in lives}
+    answers: list[Answer] = []
+    vector = np.zeros(10)
+    for task in range(60):
+        name = f"w{rng.integers(3)}"
+        token = Token("run", name, lives[name], task)
+        send(reducer, token)
+        if cancelled := rng.random() < 0.3:
+            reducer.drop(task)
+        if rng.random() < 0.15:  # with what it was computing
+            reducer.drop(task, lost=True)
+            lives[name] += 1
+            uplinks[name] = Uplink(recipe, 10)
+            continue
+        vector = vector + rng.standard_normal(10) * rng.choice([0.1, 1.0])
+        packed = None  # it was told in time that nobody waits
+        if not cancelled or rng.random() < 0.7:
+            (packed,) = uplinks[name].send(vector, task, 1.0, [(0, 10)])
+        answers.append(Answer(token, packed, 4, 0.5, {"loss": 1.0}))
+        assert reducer.accept(answers[-1]) is not cancelled
+        assert not reducer.accept(answers[rng.integers(len(answers))])
+        assert not reducer.accept(answers[-1]._replace(token=token._replace(run="another")))
+        if not cancelled:
+            held = reducer._held[task].vector
+            assert held is not None
+            assert np.array_equal(held, uplinks[name].state_dict()["0.known"])
+            if codec is None:
+                assert np.linalg.norm(held - vector) < 2.0 * np.sqrt(10)
+            if rng.random() < 0.5:
+                reducer.step({task: 1.0}, keep=False)
+
+
+def test_what_was_abandoned_is_not_sent() -> None:
+    """So that both ends go on from what was known before."""
+    learner = pl.Quadratic((1.0, 1.0))
+    worker = Worker()
+    worker._learner, worker._replica = learner, learner.replica(0)
+    worker._uplink = Uplink(pl.Lazy(), 2)
+    for task, abandoned in ((7, False), (8, True), (9, False)):
+        token = TOKEN._replace(task=task)
+        if abandoned:
+            worker.abandon(tuple(token))
+        told = read(worker.compute(pack(token, replace(TASK, id=task)), np.full(2, float(task))))
+        assert (told.vector is None, told.sent is None) == (abandoned, abandoned)
+        expected = [7.0 if abandoned else float(task)] * 2
+        assert worker._uplink.state_dict()["0.known"].tolist() == expected

@@ -242,7 +242,7 @@ def test_commands_without_an_effect_here() -> None:
     engine = opened(pl.Simulator(1))
     execute(engine, Stop("enough"), Assign("w0"))
     assert engine.next_event() is None
-    with pytest.raises(NotImplementedError, match="this engine has one node; peers need a gossip"):
+    with pytest.raises(NotImplementedError, match="peers have an engine of their own"):
         execute(engine, Send("w1"))
 
 

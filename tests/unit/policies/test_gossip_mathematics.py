@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.learners.base import mixed
 from paceline.policies.graphs import Graph, complete, exponential, ring, torus
-from paceline.policies.mixing import Mix, averaging, difference, mixed
+from paceline.policies.mixing import Averaging, Difference, Mix
 from paceline.policies.triggers import Always, EventGrad, OnChange, Trigger
 
 Floats = NDArray[np.float64]
@@ -74,11 +75,11 @@ class Peers:
 
 
 def stale(graph: Graph) -> Callable[[str], Mix]:
-    return lambda node: averaging(graph.weights(node))
+    return lambda node: Averaging().mix(node, graph.weights(node), {})
 
 
 def differences(graph: Graph, gamma: float) -> Callable[[str], Mix]:
-    return lambda node: difference(node, graph.weights(node), gamma)
+    return lambda node: Difference(gamma).mix(node, graph.weights(node), {})
 
 
 def peers(
@@ -192,23 +193,23 @@ def test_with_fresh_copies_both_rules_are_the_matrix() -> None:
 
 def test_rules_as_coefficients() -> None:
     weights = ring(4).weights("w1")
-    assert averaging(weights) == {"w0": 1 / 3, "w2": 1 / 3}
-    mix = difference("w1", weights, 0.3)
+    assert Averaging().mix("w1", weights, {}) == {"w0": 1 / 3, "w2": 1 / 3}
+    mix = Difference(0.3).mix("w1", weights, {})
     assert mix == pytest.approx({"w0": 0.1, "w2": 0.1, "w1": -0.2})
     for graph in (ring(5), torus(3, 4), exponential(13), complete(7)):
         for node in graph.nodes:  # to the last bit: the model itself keeps the factor 1
-            assert sum(difference(node, graph.weights(node), 0.37).values()) == 0.0
+            assert sum(Difference(0.37).mix(node, graph.weights(node), {}).values()) == 0.0
 
 
 @pytest.mark.parametrize("gamma", [0.0, -0.1, 1.1, float("nan")])
 def test_gamma_must_be_a_part(gamma: float) -> None:
     with pytest.raises(ValueError, match="0 < gamma <= 1"):
-        difference("a", {"b": 0.5}, gamma)
+        Difference(gamma)
 
 
 def test_nobody_is_its_own_neighbor() -> None:
     with pytest.raises(ValueError, match="'a' is among its own neighbors"):
-        difference("a", {"a": 0.5, "b": 0.5}, 0.5)
+        Difference(0.5).mix("a", {"a": 0.5, "b": 0.5}, {})
 
 
 # --- EventGraD and D-PSGD ------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_a_horizon_of_zero_is_d_psgd_bit_for_bit() -> None:
     for _ in range(200):
         left_right = [sorted(((i - 1) % 8, (i + 1) % 8)) for i in range(8)]
         x = [
-            (1 - 2 * third) * x[i] + third * x[a] + third * x[b] - RATE * noisy(0)(f"w{i}", x[i])
+            (1 - 2 * third) * x[i] + (third * x[a] + third * x[b]) - RATE * noisy(0)(f"w{i}", x[i])
             for i, (a, b) in enumerate(left_right)
         ]
     assert [m.tobytes() for m in run.models.values()] == [m.tobytes() for m in x]

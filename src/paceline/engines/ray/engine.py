@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -39,15 +39,20 @@ from paceline.core.protocol import (
     TimerFired,
     WorkerId,
 )
-from paceline.engines.base import Job
+from paceline.engines.base import Job, PeersJob
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import start_carriers
 from paceline.engines.ray.cluster import connect
+from paceline.engines.ray.peer import PeerProcess
+from paceline.engines.ray.peers import RayPeers
 from paceline.engines.ray.pool import Member, Pool, alive_nodes, make_servers, make_workers
 from paceline.engines.ray.reducer import DriverReducer, Model, Reducer
 from paceline.engines.ray.sharded import ShardedReducer
 from paceline.engines.ray.worker import Token, read
 from paceline.learners.base import Saved
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +123,7 @@ class Ray:
         self.servers = servers  # may be changed from one run to the next
         self._pool: Pool | None = None
         self._server_pool: Pool | None = None
+        self._peers_pool: Pool | None = None
         self._server_nodes: list[str] = []
         self._carriers: dict[str, Any] = {}
         self._carriers_tried: list[str] = []  # the nodes that were asked
@@ -166,7 +172,28 @@ class Ray:
         return {name: pid for pool in self._pools() for name, pid in pool.pids().items()}
 
     def _pools(self) -> list[Pool]:
-        return [pool for pool in (self._pool, self._server_pool) if pool is not None]
+        pools = self._pool, self._server_pool, self._peers_pool
+        return [pool for pool in pools if pool is not None]
+
+    def peers(self) -> RayPeers:
+        return RayPeers(self._start_peers, self._end_peers, self._start_timeout)
+
+    def _start_peers(self, job: PeersJob) -> Pool:
+        """Start a node in each worker's place; it ends with the job."""
+        if self._pool is not None:
+            self._pool.end()
+            self._pool = None
+        self._ours = connect(self._address, self.size, job.learner.message_bytes) or self._ours
+        make = make_workers(self._cpus, self._gpus, self.size, self._ours, PeerProcess)
+        pool = Pool([f"w{i}" for i in range(self.size)], make, respawns=0)
+        pool.fill()
+        self._peers_pool = pool
+        return pool
+
+    def _end_peers(self) -> None:
+        self._peers_pool = None
+        if not self._keep:
+            self.shutdown()
 
     # --- one job ---------------------------------------------------------------------------------
 
@@ -175,14 +202,13 @@ class Ray:
             raise ValueError("Ray cannot take over work in flight; it is handed out again")
         self._clear()
         if self._pool is None:
-            self._ours = connect(self._address, self.size, job.learner.message_bytes)
+            self._ours = connect(self._address, self.size, job.learner.message_bytes) or self._ours
             make = make_workers(self._cpus, self._gpus, self.size, self._ours)
             self._pool = Pool([f"w{i}" for i in range(self.size)], make, self._respawns)
         self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        trained = job.server.layout.trained
-        self._learner = ray.put((job.learner, job.tiles, job.codec, job.down, trained))
+        self._learner = ray.put((job.learner, job.tiles, job.codec, job.down, job.server.layout))
         self._version = job.steps
         self._start_carriers(job)
         for name in list(self._pool.members):
@@ -219,6 +245,13 @@ class Ray:
                 raise ValueError(
                     f"down={job.down}: servers publish slices of the model as they are; use "
                     "Ray(servers='driver') with it, or leave it out"
+                )
+            servers = "driver"
+        if servers != "driver" and _is_lazy(job.codec):
+            if self.servers is not None:
+                raise ValueError(
+                    f"codec={job.codec}: servers see the results that a step uses, and would miss "
+                    "the others' messages; use Ray(servers='driver') with it, or another codec"
                 )
             servers = "driver"
         if servers == "driver":
@@ -286,7 +319,7 @@ class Ray:
         self._clear()
         for pool in self._pools():
             pool.end()
-        self._pool = self._server_pool = None
+        self._pool = self._server_pool = self._peers_pool = None
         for carrier in self._carriers.values():
             ray.kill(carrier)
         self._carriers, self._carriers_tried = {}, []
@@ -315,7 +348,7 @@ class Ray:
             case Stop() | Assign():
                 pass
             case Send():
-                raise NotImplementedError("this engine has one node; peers need a gossip engine")
+                raise NotImplementedError("peers have an engine of their own: see `peers`")
 
     def _start(self, task: Task) -> None:
         member = self._member(task.worker)
@@ -498,3 +531,11 @@ class Ray:
         assert self._pool is not None
         member = self._pool.members.get(name)
         return member if member is not None and member.joined else None
+
+
+def _is_lazy(codec: Codec | None) -> bool:
+    if codec is None:
+        return False
+    from paceline.codecs.lazy import Lazy
+
+    return isinstance(codec, Lazy)

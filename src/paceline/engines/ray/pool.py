@@ -37,7 +37,9 @@ class Member:
     unused: list[TaskId] = field(default_factory=list)  # results that it does not know are not used
 
 
-def make_workers(cpus: float | None, gpus: float, size: int, fixed: bool) -> Callable[[str], Any]:
+def make_workers(
+    cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker
+) -> Callable[[str], Any]:
     """Return what makes a worker's actor, once it is sure that all of them have room."""
     if cpus is None:
         unused = ray.available_resources().get("CPU", 0.0)
@@ -50,7 +52,7 @@ def make_workers(cpus: float | None, gpus: float, size: int, fixed: bool) -> Cal
                     f"{size} workers with {each:g} {name}s each need {each * size:g}, and "
                     f"this machine has {there:g}; use {there / size:.3g} or less"
                 )
-    actor = actor_class(Worker, num_cpus=cpus, num_gpus=gpus, scheduling_strategy="SPREAD")
+    actor = actor_class(kind, num_cpus=cpus, num_gpus=gpus, scheduling_strategy="SPREAD")
     return lambda name: actor.remote()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from paceline.codes.blocks import decoded
-from paceline.core.protocol import Coefficients, Stat, Task, TaskId, Want
+from paceline.core.protocol import Coefficients, Stat, Task, TaskId, Want, WorkerId
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Array, Server, mean_loss
@@ -23,6 +23,7 @@ from paceline.learners.base import Array, Server, mean_loss
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
     from paceline.codecs.downlink import Downlink
+    from paceline.codecs.uplink import Receiver
 
 INLINE_BYTES = 100 * 1024
 """Ray sends arguments up to this size inside the call, and larger ones by the object store."""
@@ -93,6 +94,8 @@ class DriverReducer:
     ) -> None:
         self._server, self._wants, self._stepped = server, wants, stepped
         self._codec, self._version = codec, version
+        self._receivers: dict[WorkerId, tuple[int, Receiver]] = {}  # each of one incarnation
+        self._unanswered: dict[WorkerId, Token] = {}  # what each was sent last, wanted or not
         self._downlink: Downlink | None = None
         if down is not None:
             from paceline.codecs.downlink import Downlink
@@ -103,7 +106,7 @@ class DriverReducer:
         self._published: Payload | None = None
 
     def dispatch(self, member: Member, token: Token, task: Task, model: Payload) -> Any:
-        self._expected[token.task] = token
+        self._expected[token.task] = self._unanswered[token.worker] = token
         unused, member.unused = member.unused, []
         order = pack(token, task)
         if self._downlink is None:
@@ -117,22 +120,37 @@ class DriverReducer:
         return member.actor.compute.remote(order, None, unused, changes)
 
     def accept(self, answer: Answer) -> bool:
-        if self._expected.get(answer.token.task) != answer.token:
+        token = answer.token
+        expected = self._expected.get(token.task) == token
+        first = self._unanswered.get(token.worker) == token  # and the worker is not a former one
+        if first:
+            del self._unanswered[token.worker]
+        if self._codec is not None and answer.vector is not None and (expected or first):
+            receiver = self._receiver(self._codec, token)
+            if expected or receiver.remembers:  # it needs what nobody waits for, too
+                answer = answer._replace(vector=receiver.read(answer.vector))
+        if not expected:
             return False
-        del self._expected[answer.token.task]
-        if self._codec is not None and answer.vector is not None:
-            from paceline.codecs.uplink import received
-
-            layout = self._server.layout
-            vector = received(answer.vector, self._codec, (0, layout.size), layout.trained)
-            self._held[answer.token.task] = answer._replace(vector=vector)
+        del self._expected[token.task]
+        self._held[token.task] = answer
+        if self._codec is not None:
             return True
-        self._held[answer.token.task] = answer
         if answer.vector is not None and answer.vector.nbytes > INLINE_BYTES:
             # Touch every page of the object store's memory now, while others still compute: the
             # first access to it is what takes most of the time of a step.
             answer.vector.view(np.uint8)[:: mmap.PAGESIZE].max()
         return True
+
+    def _receiver(self, codec: Codec, token: Token) -> Receiver:
+        """Return what reads a worker's messages; one that was started again begins anew."""
+        from paceline.codecs.uplink import Receiver
+
+        incarnation, receiver = self._receivers.get(token.worker, (None, None))
+        if receiver is None or incarnation != token.incarnation:
+            layout = self._server.layout
+            receiver = Receiver(codec, layout.size, layout.trained, layout.tensors)
+            self._receivers[token.worker] = token.incarnation, receiver
+        return receiver
 
     def drop(self, task: TaskId, lost: bool = False) -> None:
         self._expected.pop(task, None)

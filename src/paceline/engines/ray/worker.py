@@ -16,7 +16,7 @@ from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
-from paceline.learners.base import Array, Learner, Outcome, Replica, Span
+from paceline.learners.base import Array, Layout, Learner, Outcome, Replica, Span
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
@@ -104,9 +104,9 @@ def read(reply: Reply) -> Answer:
     return Answer(Token(*name), vector, samples, seconds, stats, sent)
 
 
-Given: TypeAlias = "tuple[Learner, Partition | None, Codec | None, Codec | None, int]"
-"""What a worker is set up with: the learner, the data's tiles, the codecs up and down, and how many
-numbers are trained."""
+Given: TypeAlias = "tuple[Learner, Partition | None, Codec | None, Codec | None, Layout]"
+"""What a worker is set up with: the learner, the data's tiles, the codecs up and down, and how the
+model is laid out."""
 
 
 class Gone(Exception):
@@ -133,7 +133,8 @@ class Worker:
 
     def set_up(self, given: Given, seed: int, carriers: Carriers) -> Place:
         """Build the replica of a learner on data in tiles; an earlier one is forgotten."""
-        learner, tiles, codec, self._down, self._trained = given
+        learner, tiles, codec, self._down, layout = given
+        self._trained = layout.trained
         self._copy = None
         self._carriers = carriers
         self._models.clear()
@@ -143,7 +144,7 @@ class Worker:
         if codec is not None:
             from paceline.codecs.uplink import Uplink
 
-            self._uplink = Uplink(codec, self._trained)
+            self._uplink = Uplink(codec, self._trained, layout.tensors)
         return here()
 
     def compute(
@@ -168,9 +169,11 @@ class Worker:
             return self._abandoned != token and time.monotonic() < until
 
         outcome = self._compute([model], task, proceed)
+        if self._uplink is not None and self._abandoned == token:
+            outcome = replace(outcome, vector=None)  # nobody waits for it
         if self._uplink is None or outcome.vector is None:
             return _reply(token, outcome, time.monotonic() - begin)
-        (packed,) = self._send(outcome.vector, task, [(0, outcome.vector.size)])
+        (packed,) = self._send(outcome.vector, task, [(0, outcome.vector.size)], model)
         outcome = replace(outcome, vector=packed)
         return _reply(token, outcome, time.monotonic() - begin, packed.nbytes)
 
@@ -237,9 +240,11 @@ class Worker:
             self._copy = model
         return model
 
-    def _send(self, vector: Array, task: Task, spans: Sequence[Span]) -> Sequence[Array]:
+    def _send(
+        self, vector: Array, task: Task, spans: Sequence[Span], model: Array | None = None
+    ) -> Sequence[Array]:
         assert self._uplink is not None and self._learner is not None
-        return self._uplink.send(vector, task.id, self._learner.rate(task.version), spans)
+        return self._uplink.send(vector, task.id, self._learner.rate(task.version), spans, model)
 
     def _refund(self, tasks: Sequence[TaskId]) -> None:
         if self._uplink is not None:
@@ -298,5 +303,8 @@ def actor_class(kind: type, **options: Any) -> Any:
     """Return a worker or a server as an actor class. Restarts and retries are ours: Ray's would
     apply a result twice or hide a fault."""
     return ray.remote(
-        concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0, **options
+        concurrency_groups={"control": 1, "report": 1},
+        max_restarts=0,
+        max_task_retries=0,
+        **options,
     )(kind)

@@ -1,0 +1,63 @@
+"""What peers tell each other of their models: some tensors, as they are or as encoded changes.
+
+What is not trained (BatchNorm's statistics) goes with every letter, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.codecs.base import Bytes, Codec, Message, pack, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """About some tensors of a model, all of whose numbers follow each other in `values`."""
+
+    version: int  # of the model
+    number: int  # of the sender's letters so far
+    is_change: bool  # of the copy that the receiver has, to be added to it
+    tensors: Sequence[int]
+    values: NDArray[Any]
+    untrained: NDArray[Any]
+
+
+def seal(letter: Letter, count: int, codec: Codec | None) -> Bytes:
+    """Return a letter as it travels; changes are encoded.
+
+    count: of all tensors that there are.
+    """
+    mask = np.zeros(count, np.uint8)
+    mask[list(letter.tensors)] = 1
+    parts: tuple[torch.Tensor, ...] = (torch.from_numpy(np.array(letter.values)),)
+    if letter.is_change:
+        assert codec is not None
+        parts = codec.encode(parts[0], letter.number).parts
+    head = torch.tensor([letter.version, letter.number, int(letter.is_change)])
+    untrained = torch.from_numpy(np.array(letter.untrained))
+    return pack(Message((head, torch.from_numpy(np.packbits(mask)), *parts, untrained)))
+
+
+def unseal(packed: Bytes, sizes: Sequence[int], codec: Codec | None) -> Letter:
+    """Invert `seal`, up to what the codec left out.
+
+    sizes: of all tensors that there are.
+    """
+    head, mask, *parts, untrained = unpack(packed).parts
+    version, number, is_change = map(int, head)
+    tensors = np.flatnonzero(np.unpackbits(mask.numpy(), count=len(sizes))).tolist()
+    size = sum(sizes[i] for i in tensors)
+    if is_change:
+        assert codec is not None
+        values = codec.decode(Message(tuple(parts)), size)
+    else:
+        (values,) = parts
+    if values.numel() != size:
+        raise ValueError(f"a letter of {values.numel()} numbers about tensors of {size}")
+    return Letter(version, number, bool(is_change), tensors, values.numpy(), untrained.numpy())

@@ -1,0 +1,197 @@
+"""The driver's side of a run without a main node: it starts the nodes, looks on, and tells all who
+has died."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from math import inf
+from typing import Any
+
+import ray
+
+from paceline.core.journal import Entry
+from paceline.core.protocol import Event, Interrupted, Left, WorkerId
+from paceline.engines.base import PeersJob
+from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.pool import Member, Pool
+from paceline.learners.base import Array
+
+logger = logging.getLogger(__name__)
+
+_SLOW = 30.0  # seconds between deadlines of calls that only look on
+_SLOWEST = 2e6  # bytes per second that a model comes with at least
+_GRACE = 10.0  # seconds that nodes have to stop, and to say what their model is
+
+
+class NodesLost(RuntimeError):
+    """Nodes did not come up, or none is left."""
+
+
+class RayPeers:
+    """Runs a node on each of the actors that `start` makes; `end` is called in the end."""
+
+    def __init__(
+        self, start: Callable[[PeersJob], Pool], end: Callable[[], None], start_timeout: float
+    ) -> None:
+        self._start, self._end, self._start_timeout = start, end, start_timeout
+        self._pool: Pool | None = None
+        self._calls = Calls()
+        self._training: set[WorkerId] = set()  # whose call has not returned
+        self._telling: set[WorkerId] = set()  # whose last entries have not been heard
+        self._entries: deque[tuple[WorkerId, Entry]] = deque()
+        self._early: dict[WorkerId, dict[int, list[Entry]]] = {}
+        self._seen: dict[WorkerId, int] = {}
+        self._stop_by = inf
+        self._origin = time.monotonic()
+        self._bytes = 0
+        self._silent: set[WorkerId] = set()  # who did not answer, and was not heard of since
+        self.reason: str | None = None
+
+    def entries(self, job: PeersJob) -> Iterator[tuple[WorkerId, Entry]]:
+        self._pool, self._bytes = self._start(job), job.learner.message_bytes
+        self._set_up(job)
+        handles = {name: member.actor for name, member in self._members().items()}
+        self._origin = time.monotonic()
+        for name, member in self._members().items():
+            self._training.add(name)
+            self._telling.add(name)
+            others = {peer: handle for peer, handle in handles.items() if peer != name}
+            self._calls.add(
+                member.actor.train.remote(others), inf, partial(self._ended, member), _no_matter
+            )
+            self._look_on(member)
+        while (self._training or self._telling) and time.monotonic() < self._stop_by:
+            while self._entries:
+                yield self._entries.popleft()
+            until = min(time.monotonic() + 1.0, self._stop_by, self._origin + job.seconds)
+            self._calls.wait(until)
+            if self.reason is None and self.now() >= job.seconds:
+                self._stop(f"{job.seconds:g} seconds passed")
+        yield from self._entries
+        self._entries.clear()
+        for name in sorted(self._training):
+            logger.warning("node %s did not stop in %g s; its model is as it is", name, _GRACE)
+
+    def stop(self, reason: str) -> None:
+        self._calls.post(partial(self._stop, reason))
+
+    def now(self) -> float:
+        return time.monotonic() - self._origin
+
+    def vectors(self) -> dict[WorkerId, Array]:
+        asked = {
+            m.actor.vector.remote(): name
+            for name, m in self._members().items()
+            if name not in self._silent
+        }
+        found: dict[WorkerId, Array] = {}
+        waiting, patience = list(asked), _GRACE + self._bytes / _SLOWEST
+        while waiting:  # as long as there are answers, each may take its time
+            ready, waiting = ray.wait(waiting, timeout=patience)
+            if not ready:
+                break
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[asked[ready[0]]] = ray.get(ready[0], timeout=patience)
+        for name in [name for name in asked.values() if name not in found]:
+            self._silent.add(name)
+            logger.warning("node %s does not answer; its model is left out", name)
+        if not found:
+            raise NodesLost(f"none of {len(self._members())} nodes answers; their models are lost")
+        return {name: found[name] for name in self._members() if name in found}
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.end()
+            self._pool = None
+        self._calls = Calls()
+        self._end()
+
+    # --- the nodes -------------------------------------------------------------------------------
+
+    def _set_up(self, job: PeersJob) -> None:
+        given = ray.put(job)
+        for name, member in self._members().items():
+            self._calls.add(
+                member.actor.set_up.remote(given, name),
+                self._start_timeout,
+                partial(self._is_up, member),
+                partial(self._failed, f"did not come up in {self._start_timeout:g} s", member),
+            )
+        while not all(member.joined for member in self._members().values()):
+            if not self._calls.wait(inf):
+                raise NodesLost("not all nodes came up; without a main node all begin together")
+
+    def _is_up(self, member: Member, future: Future[Any]) -> None:
+        if isinstance(error := future.exception(), ray.exceptions.RayTaskError):
+            raise error  # the user's own code failed: with its own traceback
+        if error is not None:
+            self._failed(type(error).__name__, member)
+        member.place, member.joined = future.result(), True
+
+    def _failed(self, why: str, member: Member) -> None:
+        raise NodesLost(f"node {member.name} {why}; without a main node all begin together")
+
+    def _look_on(self, member: Member) -> None:
+        """Ask for what has happened; the answer takes its time."""
+        told = partial(self._told, member)
+        self._calls.add(member.actor.entries.remote(), _SLOW, told, lambda: True)
+
+    def _told(self, member: Member, future: Future[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, ray.exceptions.ActorDiedError):
+            return  # as the end of its training tells
+        if error is not None:
+            self._look_on(member)
+            return
+        self._silent.discard(member.name)
+        first, entries, ended = future.result()
+        early = self._early.setdefault(member.name, {})
+        early[first] = entries
+        while (seen := self._seen.get(member.name, 0)) in early:
+            found = early.pop(seen)
+            self._entries.extend((member.name, entry) for entry in found)
+            self._seen[member.name] = seen + len(found)
+            if not found:
+                break
+        if ended:
+            self._telling.discard(member.name)
+        else:
+            self._look_on(member)
+
+    def _ended(self, member: Member, future: Future[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error  # the user's own code failed: with its own traceback
+        self._training.discard(member.name)
+        if error is None:
+            return  # what is left of its entries is on its way
+        logger.warning("node %s is lost: %s", member.name, type(error).__name__)
+        assert self._pool is not None
+        ray.kill(member.actor)  # who is counted as gone must not go on
+        self._pool.members.pop(member.name, None)
+        self._telling.discard(member.name)
+        if not self._members():
+            raise NodesLost("all nodes are lost")
+        self._tell_all(Left(member.name))
+
+    def _stop(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._stop_by = min(self._stop_by, time.monotonic() + _GRACE)
+        self._tell_all(Interrupted(reason))
+
+    def _tell_all(self, event: Event) -> None:
+        for member in self._members().values():
+            member.actor.tell.remote(event)
+
+    def _members(self) -> dict[WorkerId, Member]:
+        return {} if self._pool is None else self._pool.members
+
+
+def _no_matter() -> None:
+    """Training takes as long as it takes."""

@@ -1,0 +1,162 @@
+"""Letters between nodes: whatever is lost, late or left out, both ends of a link have one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import paceline as pl
+from paceline.codecs.base import Codec
+from paceline.core.protocol import Peer, Step, Task, Want, Work
+from paceline.engines.node import Node, Outbox, consensus
+from tests.conftest import make_learner
+
+EACH: frozenset[Want] = frozenset({"rate", ("each", "norm"), ("each", "change"), ("each", "move")})
+
+
+def node(name: str = "w0", codec: Codec | None = None, *neighbors: str) -> Node:
+    learner = make_learner()
+    layout = learner.server().layout
+    peer = Peer(name, neighbors or ("w1",), layout.tensors)
+    return Node(peer, learner, 0, None, codec, EACH)
+
+
+def advance(one: Node, id: int = 0) -> dict[str, tuple[float, ...]]:
+    task = Task(id, "w0", Work(), one.version, 0.0, 8, 8 * id)
+    one.compute(task, lambda done: True)
+    _, figures = one.step(Step({id: 1.0}))
+    return dict(figures)
+
+
+CODECS: list[Codec | None] = [None, pl.TopK(0.1), pl.Int8(), pl.Chain(pl.TopK(0.2), pl.Int8())]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_both_ends_have_the_same_copy(codec: Codec | None) -> None:
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    tensors = len(sender.server.layout.tensors)
+    random = np.random.default_rng(0)
+    for turn in range(12):
+        advance(sender, turn)
+        chosen = None if turn % 3 == 0 else sorted(
+            random.choice(tensors, random.integers(1, tensors + 1), replace=False).tolist()
+        )  # fmt: skip
+        assert receiver.receive("w0", sender.letter(chosen)) == sender.version
+        np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+    assert not np.array_equal(receiver._copies["w0"], receiver._copies["w1"])
+
+
+@pytest.mark.parametrize("codec", CODECS[1:])
+def test_what_a_letter_leaves_out_is_in_the_next(codec: Codec) -> None:
+    sender = node("w0", codec)
+    advance(sender)
+    gap = [np.linalg.norm(sender.vector() - sender._copies["w0"])]
+    for _ in range(60):
+        sender.letter(None)
+        gap.append(np.linalg.norm(sender.vector() - sender._copies["w0"]))
+    assert gap[-1] < 0.01 * gap[0]
+
+
+def test_a_letter_about_some_tensors_leaves_the_others() -> None:
+    sender, receiver = node("w0"), node("w1", None, "w0")
+    advance(sender)
+    before = receiver._copies["w0"].copy()
+    receiver.receive("w0", sender.letter([1]))
+    start, stop = sender.server.layout.tensors[0], sum(sender.server.layout.tensors[:2])
+    trained = sender.server.layout.trained
+    changed = np.flatnonzero(receiver._copies["w0"][:trained] != before[:trained])
+    assert changed.size and start <= changed.min() and changed.max() < stop
+
+
+def test_a_letter_is_as_short_as_its_tensors() -> None:
+    sender = node("w0")
+    sizes, tail = (
+        sender.server.layout.tensors,
+        sender.server.layout.size - sum(sender.server.layout.tensors),
+    )
+    for place, size in enumerate(sizes):
+        assert 0 <= sender.letter([place]).nbytes - 4 * (size + tail) < 120
+
+
+def test_who_has_no_copy_needs_a_whole_one() -> None:
+    codec = pl.TopK(0.1)
+    sender, stranger = node("w0", codec), node("w5", codec, "w4")
+    advance(sender)
+    assert stranger.receive("w0", sender.letter(None)) is None
+    assert stranger.receive("w0", sender.whole()) == 1
+    advance(sender, 1)
+    assert stranger.receive("w0", sender.letter(None)) == 2
+    np.testing.assert_array_equal(sender._copies["w0"], stranger._copies["w0"])
+
+
+def test_a_letter_that_a_whole_copy_holds_already_is_left_out() -> None:
+    codec = pl.TopK(0.1)
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    advance(sender)
+    letter = sender.letter(None)
+    receiver.receive("w0", sender.whole())
+    receiver.receive("w0", letter)
+    np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+
+
+def test_a_missing_letter_is_noticed() -> None:
+    codec = pl.TopK(0.1)
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    sender.letter(None)
+    with pytest.raises(RuntimeError, match="letter 2 of w0 to w1 after letter 0"):
+        receiver.receive("w0", sender.letter(None))
+
+
+def test_a_codec_with_a_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="hold what was left out already"):
+        node("w0", pl.Feedback(pl.TopK(0.1)))
+
+
+def test_an_outbox_is_never_longer_than_the_copy() -> None:
+    codec = pl.TopK(0.2)
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    outbox, size = Outbox(sender), sender.server.vector.nbytes
+    for turn in range(40):
+        advance(sender, turn)
+        outbox.add(sender.letter(None))
+        assert sum(letter.nbytes for letter in outbox._letters) <= size
+        if turn % 13 == 0:
+            for letter in outbox.take():
+                receiver.receive("w0", letter)
+            assert outbox.take() == []
+            np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+    for _ in range(20):
+        outbox.add(sender.letter(None))
+    assert len(outbox.take()) == 1  # the copy, in place of twenty letters
+
+
+def test_figures_are_those_of_the_tensors() -> None:
+    one = node("w0")
+    advance(one)
+    one.letter(None)
+    before, figures = one.vector(), advance(one, 1)
+    after, start = one.vector(), 0
+    for place, size in enumerate(one.server.layout.tensors):
+        x, y = after[start : start + size], before[start : start + size]
+        assert figures["norm"][place] == pytest.approx(float(np.linalg.norm(x)))
+        # All was made public before this step.
+        assert figures["change"][place] == pytest.approx(float(np.linalg.norm(x - y)), rel=1e-5)
+        assert figures["move"][place] == figures["change"][place]
+        start += size
+
+
+def test_a_mix_is_taken_before_the_gradient() -> None:
+    one = node("w0", None, "w1")
+    one._copies["w1"] = np.full_like(one.vector(), 2.0)
+    own, task = one.vector(), Task(0, "w0", Work(), 0, 0.0, 8, 0)
+    result = one.compute(task, lambda done: True)
+    assert result.vector is not None
+    gradient = np.array(result.vector)
+    one.step(Step({0: 1.0}, {"w1": 0.25}))
+    trained = one.server.layout.trained
+    expected = (0.75 * own + 0.25 * 2.0)[:trained] - 0.1 * gradient[:trained]
+    np.testing.assert_allclose(one.vector()[:trained], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_consensus_is_the_distance_from_the_mean() -> None:
+    assert consensus({"a": np.array([0.0, 0.0]), "b": np.array([6.0, 8.0])}) == pytest.approx(5.0)
