@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -58,6 +59,36 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         print("  ".join([first, *others]), flush=True)
+
+
+class Lines:
+    """Prints rows under their header as they come, the first column to the left."""
+
+    def __init__(self, header: Sequence[str], first: int, least: int = 14) -> None:
+        self._widths = [first, *(max(len(cell), least) for cell in header[1:])]
+        self.add(header)
+        self.add(["-" * width for width in self._widths])
+
+    def add(self, row: Sequence[str]) -> None:
+        first, *others = zip(row, self._widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        print("  ".join(cells), flush=True)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval (Student's t); nan of one value."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return values[0], math.nan
+    width = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.fmean(values), float(width)
+
+
+def told(values: Sequence[float], form: str = ".1f", half: str | None = None) -> str:
+    """Say the mean and, of several values, half its interval, in the same form or another."""
+    mean, width = interval(values)
+    return f"{mean:{form}}" + ("" if math.isnan(width) else f" ± {width:{half or form}}")
 
 
 class OtherLoad:

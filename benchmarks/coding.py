@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paceline as pl
-from _report import OtherLoad, finish, machine, parser, quantile, table
+from _report import OtherLoad, finish, interval, machine, parser, quantile, table
 from paceline.codes.base import Code, Coefficients, Counted
 from paceline.codes.blocks import combine_rows, encode
 from paceline.codes.dual import cyclic
@@ -433,12 +433,6 @@ def arithmetic(kind: str, n: int, d: int, m: int, repeats: int) -> float:
             combine_rows(code.decode(kept), sent, FLOATS)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean, and half of its 95 % interval by Student's t of 4 or 9 degrees."""
-    t = {5: 2.776, 10: 2.262}[len(values)]
-    return statistics.mean(values), t * statistics.stdev(values) / sqrt(len(values))
 
 
 def iterations(quick: bool) -> tuple[dict[str, Any], bool]:

@@ -36,6 +36,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from _fashion import loss
 from _report import OtherLoad, finish, machine, our_processes, parser, quantile, table
 from paceline.testing.hosts import Hosts, missing
 
@@ -55,11 +56,6 @@ def examples() -> TensorDataset:
     random = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (256,), generator=random)
     return TensorDataset(torch.randn(256, INPUTS, generator=random), labels)
-
-
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def learner(megabytes: float, workers: int, momentum: float) -> pl.TorchLearner:

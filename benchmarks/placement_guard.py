@@ -9,16 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from math import sqrt
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from _report import finish, machine, parser, table
+from _fashion import pixel_loss
+from _report import finish, machine, parser, table, told
 from paceline.core.protocol import Policy
 from paceline.data.idx import fashion_mnist
 from paceline.data.partition.base import Partition
@@ -30,11 +30,6 @@ BOUNDS = {"points": 1.0, "collapse": 0.3}
 def make_model(hidden: int = 64) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
-
-
-def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images / 255), labels)
 
 
 def methods(shards: Partition, tiles: Partition) -> dict[str, tuple[Policy, pl.Placed | None]]:
@@ -61,7 +56,7 @@ def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     shards = Partition((labels.numpy() - SLOW_CLASS - 1) % 10)
     tiles = Partition(np.arange(len(labels)) % 80)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    learner = pl.TorchLearner(make_model(), loss, sgd, TensorDataset(images, labels), 320)
+    learner = pl.TorchLearner(make_model(), pixel_loss, sgd, TensorDataset(images, labels), 320)
     delay = pl.ShiftedExponential(0.8, 0.2)
     delays = [*[delay] * (WORKERS - 1), pl.Scaled(delay, SLOWDOWN)]
     found: dict[str, dict[str, list[float]]] = {}
@@ -86,7 +81,7 @@ def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     table(
         ["", "accuracy", "its class", "least weight", "virtual s"],
         [
-            [name, told(f["accuracy"]), told(f["slow_class"]), f"{np.mean(f['least']):.0%}",
+            [name, percent(f["accuracy"]), percent(f["slow_class"]), f"{np.mean(f['least']):.0%}",
              f"{np.mean(f['seconds']):.0f}"]
             for name, f in found.items()
         ],
@@ -94,13 +89,8 @@ def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     return {n: {k: round(statistics.mean(v), 4) for k, v in f.items()} for n, f in found.items()}
 
 
-def told(values: Sequence[float]) -> str:
-    """Return a mean in percent, with the half width of its 95 % interval where there is one."""
-    mean = f"{100 * statistics.mean(values):.1f}"
-    if len(values) < 2:
-        return mean
-    factor = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.0)  # Student's t
-    return f"{mean} ± {100 * factor * statistics.stdev(values) / sqrt(len(values)):.1f}"
+def percent(shares: Sequence[float]) -> str:
+    return told([100 * share for share in shares])
 
 
 def holds(figures: dict[str, dict[str, float]], quick: bool = False) -> bool:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 import paceline as pl
+from _fashion import images, pixel_loss
 from _report import finish, machine, parser, table
 from paceline.core.protocol import Finished, Policy, Start
-from paceline.data.idx import fashion_mnist
 from paceline.policies.placement import Placement
 from paceline.testing import SlowWorkers
 
@@ -45,11 +44,6 @@ def make_model() -> nn.Module:
     )
 
 
-def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images / 255), labels)
-
-
 def speeds(run: pl.Run) -> list[float]:
     """Return the samples a second that each worker's own clock tells of."""
     tasks = {c.task.id: c.task for e in run.journal for c in e.commands if isinstance(c, Start)}
@@ -62,11 +56,8 @@ def speeds(run: pl.Run) -> list[float]:
 
 def measure(seeds: Sequence[int], target: float, most: float) -> dict[str, Any]:
     """Train by each method in turn; return what came of it, and print it."""
-    data = fashion_mnist()
-    images = torch.from_numpy(data.train_images).unsqueeze(1)
-    train = TensorDataset(images, torch.from_numpy(data.train_labels).long())
     learner = pl.TorchLearner(
-        make_model(), loss, partial(torch.optim.SGD, lr=LR, momentum=0.9), train, BATCH
+        make_model(), pixel_loss, partial(torch.optim.SGD, lr=LR, momentum=0.9), images(), BATCH
     )
     cores = machine()["cores"]
     duty = {f"w{i}": 0.8 * cores * v / sum(SPEEDS) for i, v in enumerate(SPEEDS)}

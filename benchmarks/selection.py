@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores
 import numpy as np
 
 import paceline as pl
-from _report import OtherLoad, finish, machine, parser, table
+from _report import OtherLoad, finish, machine, parser, table, told
 from paceline.core.coordinator import drive
 from paceline.core.protocol import MAIN, Finished, Joined, Policy, Start, Step, Stepped
 from paceline.delays.orders import slowest
@@ -348,19 +348,9 @@ def choice_ms(selector: pl.Bandit | pl.Allocate, tried: bool, rounds: int) -> fl
 # --- all of it -----------------------------------------------------------------------------------
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95 % interval (Student's t)."""
-    from scipy import stats
-
-    if len(values) < 2:
-        return values[0], math.nan
-    width = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.fmean(values), float(width)
-
-
-def told(values: Sequence[float], digits: int = 3) -> str:
-    mean, width = interval(values)
-    return f"{mean:.{digits}g}" + ("" if math.isnan(width) else f" ± {width:.2g}")
+def digits(values: Sequence[float]) -> str:
+    """Say the mean to three digits."""
+    return told(values, ".3g", ".2g")
 
 
 def growth(marks: dict[int, float]) -> float:
@@ -502,8 +492,8 @@ def main() -> None:
     table(
         ["index", *(f"at {m:,}" for m in means["KL"]), "growth", "S2"],
         [
-            [n, *(told([r[m] for r in regrets[n]]) for m in means[n]), f"{growth(means[n]):.2f}",
-             f"{100 * interval(overheads[n])[0]:.2f} %"]
+            [n, *(digits([r[m] for r in regrets[n]]) for m in means[n]), f"{growth(means[n]):.2f}",
+             f"{100 * statistics.fmean(overheads[n]):.2f} %"]
             for n in names
         ],
     )  # fmt: skip
@@ -533,11 +523,11 @@ def main() -> None:
         rows = []
         for name, runs in results.items():
             if name not in ratios:
-                rows.append([name, *["not reached"] * 4, told([run["last"] for run in runs])])
+                rows.append([name, *["not reached"] * 4, digits([run["last"] for run in runs])])
                 continue
-            cells = [f"{told([run[which][cost] for run in runs])} ({told(ratios[name][cost])})"
+            cells = [f"{digits([run[which][cost] for run in runs])} ({digits(ratios[name][cost])})"
                      for cost in COSTS]  # fmt: skip
-            rows.append([name, *cells, told([run["last"] for run in runs])])
+            rows.append([name, *cells, digits([run["last"] for run in runs])])
             means_of = {cost: round(statistics.fmean(ratios[name][cost]), 3) for cost in COSTS}
             figures.setdefault(f"{problem}, {fleet}", {})[name] = means_of
             hedged = "hedge" in name and not name.endswith(" 0")

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from _fashion import images, pixel_loss
 from _report import finish, machine, parser, table
 from paceline.core.protocol import Finished, Policy, Start
-from paceline.data.idx import fashion_mnist
 from paceline.testing import SlowWorkers
 
 WORKERS, SLOW, SLOWDOWN = 8, "w7", 10
@@ -67,14 +67,9 @@ def make_model() -> nn.Module:
     )
 
 
-def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images / 255), labels)
-
-
 def make_learner(method: Method, data: TensorDataset, lr: float | None = None) -> pl.TorchLearner:
     sgd = partial(torch.optim.SGD, lr=lr or method.lr, momentum=method.momentum)
-    return pl.TorchLearner(make_model(), loss, sgd, data, method.batch_size)
+    return pl.TorchLearner(make_model(), pixel_loss, sgd, data, method.batch_size)
 
 
 def reached(
@@ -112,9 +107,8 @@ def run(
         learner, method.policy, engine, seed=seed, callbacks=callbacks, progress=False
     )
     result = trainer.fit(**most, until=until)
-    images, labels = data.tensors
     with torch.no_grad():
-        check = loss(result.model, [images[:4000], labels[:4000]]).item()
+        check = pixel_loss(result.model, data[:4000]).item()
     done = bool(curve) and curve[-1][1] <= target
     return result, Outcome(result.seconds, result.steps, check, done, curve)
 
@@ -167,9 +161,7 @@ def main() -> None:
     arguments.add_argument("--tune", action="store_true", help="learning rates on the simulator")
     arguments.add_argument("--figure", metavar="FILE.svg", help="draw the loss curves")
     options = arguments.parse_args()
-    data = fashion_mnist()
-    images = torch.from_numpy(data.train_images).unsqueeze(1)
-    train = TensorDataset(images, torch.from_numpy(data.train_labels).long())
+    train = images()
     target, seeds = (1.5, [0]) if options.quick else (0.8, [0, 1, 2])
     if options.tune:
         tune(train, target)

@@ -1,0 +1,50 @@
+"""Fashion-MNIST as the benchmarks take it, and the losses that they train with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.data.idx import fashion_mnist
+
+
+def images() -> TensorDataset:
+    """Return the training images as bytes, of shape (1, 28, 28), with their labels."""
+    data = fashion_mnist()
+    pixels = torch.from_numpy(data.train_images).unsqueeze(1)
+    return TensorDataset(pixels, torch.from_numpy(data.train_labels).long())
+
+
+@cache
+def vectors(test: bool = False, mean: float = 0.0, deviation: float = 1.0) -> TensorDataset:
+    """Return training or test images as vectors of 784 numbers, with their labels."""
+    data = fashion_mnist()
+    pixels, labels = (
+        (data.test_images, data.test_labels) if test else (data.train_images, data.train_labels)
+    )
+    x = (torch.from_numpy(pixels).flatten(1).float() / 255 - mean) / deviation
+    return TensorDataset(x, torch.from_numpy(labels).long())
+
+
+def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the cross entropy of inputs that are numbers already."""
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def pixel_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the cross entropy of images that are bytes yet."""
+    pixels, labels = batch
+    return nn.functional.cross_entropy(model(pixels / 255), labels)
+
+
+def accuracy(model: nn.Module, test: TensorDataset) -> float:
+    """Return the percentage of test images that are told rightly."""
+    inputs, labels = test.tensors
+    with torch.no_grad():
+        found = model(inputs).argmax(dim=1)
+    return 100 * float((found == labels).float().mean())

@@ -1,0 +1,184 @@
+"""Accuracy against bytes without a main node: 8 nodes in a ring, and a main node beside them.
+
+Training in simulated time with real arithmetic, each node at its own pace (0.9 s and an exponential
+tenth for a step), of an MLP on handwritten digits (`--quick`) or on Fashion-MNIST. Accuracy is that
+of the mean of all models, of single models on the average, and of the worst of them; learning rates
+are those of messages_star.py. Two controls: no communication at all (models are averaged once, at
+the end), and shards that are sorted by label. Bytes are all that any node or server sends. All
+methods see as many samples.
+
+    python benchmarks/messages.py --only gossip [--quick]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import paceline as pl
+from _report import Lines, told
+from messages_star import AVERAGE, NESTEROV, Task, digits, fashion, pool
+from paceline.codecs.base import Codec
+from paceline.core.protocol import Policy
+from paceline.learners.optimize import MakeOptimizer
+
+NODES = 8
+REFERENCE, DENSE = "D-PSGD", "a main node, dense"
+BOUNDS = {"points": 0.5, "bytes_saved": 0.9, "bytes_saved_top_k": 0.97, "bytes_saved_sorted": 0.6}
+CONTROL = "no communication"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a run is made."""
+
+    policy: Policy = field(default_factory=pl.sync)
+    codec: Codec | None = None
+    down: Codec | None = None
+    outer: MakeOptimizer | None = None
+    momentum: float = 0.9
+    lr: float = 1.0  # times that of the dense method
+
+
+def methods(steps: int) -> dict[str, Method]:
+    """Return all methods, for runs of so many steps of everyone."""
+    ring, difference, change, top = pl.ring(NODES), pl.Difference, pl.OnChange, pl.TopK
+    gossip = partial(pl.Gossip, ring)
+    return {
+        REFERENCE: Method(gossip(pl.Averaging())),
+        CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
+        "EventGraD, horizon 1": Method(gossip(pl.Averaging(), pl.EventGrad(1.0))),
+        "ours, int8": Method(gossip(difference(1.0), change(0.05, every=100)), pl.Int8()),
+        "ours, top 10 % + int8": Method(
+            gossip(difference(0.4), change(0.2, every=100)), pl.Chain(top(0.1), pl.Int8())
+        ),
+        "CHOCO, top 10 %": Method(gossip(difference(0.4)), top(0.1)),
+        "SPARQ, top 10 %, 5 local steps": Method(
+            gossip(difference(0.4), change(1.0), local_steps=5), top(0.1)
+        ),
+        DENSE: Method(),
+        "a main node, top 1 % + int8, feedback": Method(
+            codec=pl.Feedback(pl.Chain(top(0.01), pl.Int8())), down=top(0.1), momentum=0.0, lr=8.0
+        ),
+        "DiLoCo, 10 local steps, int8": Method(
+            pl.local_sgd(10), pl.Int8(), pl.Int8(), NESTEROV
+        ),
+    }  # fmt: skip
+
+
+QUICK = (REFERENCE, CONTROL, "ours, int8", "ours, top 10 % + int8")
+STEPS = 400
+
+
+def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, float]:
+    """Be one run, in a process of its own."""
+    task = make()
+    method = methods(task.steps)[name]
+    torch.manual_seed(seed)
+    sgd = partial(torch.optim.SGD, lr=task.lr * method.lr, momentum=method.momentum)
+    learner = pl.TorchLearner(
+        task.model(), task.loss, sgd, task.train, task.batch, outer=method.outer
+    )
+    parts = pl.partition.by_label(task.labels, NODES) if kind == "sorted" else (
+        pl.partition.stratified(task.labels, NODES, seed=seed)
+    )  # fmt: skip
+    made = pl.Trainer(
+        learner, method.policy, pl.Simulator(NODES, pl.ShiftedExponential(0.9, 0.1)), seed=seed,
+        progress=False, codec=method.codec, down=method.down,
+        placement=pl.Placed(parts, move=False),
+    )  # fmt: skip
+    work = getattr(method.policy, "work", None)
+    result = made.fit(steps=max(task.steps // (work.steps if work is not None else 1), 1))
+    each = [task.accuracy(model) for model in result.models.values()]
+    sent, letters = result.meter.up_bytes, float(result.meter.tensors_sent)
+    if result.swarm is None:
+        tensors = sum(1 for p in task.model().parameters())
+        sent += result.meter.down_bytes
+        letters = float(2 * result.meter.started * tensors)
+    return {
+        "mean model": task.accuracy(result.model), "mean": statistics.mean(each),
+        "worst": min(each), "bytes": float(sent), "letters": letters,
+    }  # fmt: skip
+
+
+def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Train by each method on both kinds of shards; print a row when it is there."""
+    figures: dict[str, Any] = {}
+    wide = ["mean model", "mean", "worst"]
+    lines = Lines(["8 nodes", *wide, "sorted:", "mean", "worst", "bytes saved", "messages"], 37)
+    with pool() as runs:
+        coming: dict[str, dict[str, list[Future[dict[str, float]]]]] = {
+            name: {
+                kind: [runs.submit(run, make, name, kind, seed) for seed in seeds]
+                for kind in ("mixed", "sorted")
+            }
+            for name in names
+        }
+        for name, kinds in coming.items():
+            found = {kind: [one.result() for one in each] for kind, each in kinds.items()}
+            figures[name] = {
+                kind: {key: round(statistics.mean(one[key] for one in each), 2) for key in each[0]}
+                for kind, each in found.items()
+            }
+            for kind, each in figures[name].items():
+                reference = figures[REFERENCE][kind]
+                each["saved"] = round(1 - each["bytes"] / reference["bytes"], 4)
+                each["messages_saved"] = round(1 - each["letters"] / reference["letters"], 4)
+            cells = [
+                told([one[key] for one in found[kind]])
+                for kind in ("mixed", "sorted")
+                for key in wide
+            ]
+            both = figures[name]["mixed"], figures[name]["sorted"]
+            lines.add([
+                name, *cells,
+                ", ".join(f"{each['saved']:.1%}" for each in both),
+                ", ".join(f"{each['messages_saved']:.0%}" for each in both),
+            ])  # fmt: skip
+    return figures
+
+
+def shorter() -> Task:
+    """Return the task of messages_star.py with fewer steps, as there are eight models."""
+    return replace(fashion(), steps=STEPS)
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    make, seeds = (digits, [0]) if quick else (shorter, [0, 1, 2])
+    names = QUICK if quick else tuple(methods(1))
+    name = "digits" if quick else "Fashion-MNIST"
+    print(f"\ngossip: {name}, {make().steps} steps, {len(seeds)} seeds", flush=True)
+    return compare(make, names, seeds)
+
+
+def saved(
+    figures: dict[str, Any], kind: str, only: str = "", points: float = BOUNDS["points"]
+) -> float:
+    """Return the share of bytes that the best of our methods saves whose mean of all models is as
+    good as that of D-PSGD.
+    """
+    reference = figures[REFERENCE][kind]
+    good = [
+        f[kind]["saved"]
+        for name, f in figures.items()
+        if name.startswith("ours") and only in name
+        and f[kind]["mean model"] >= reference["mean model"] - points
+    ]  # fmt: skip
+    return max(good, default=0.0)
+
+
+def holds(figures: dict[str, Any]) -> bool:
+    """Tell whether our methods save what they should, and sending nothing is not as good."""
+    reference, control = figures[REFERENCE]["sorted"], figures[CONTROL]["sorted"]
+    return (
+        saved(figures, "mixed") >= BOUNDS["bytes_saved"]
+        and saved(figures, "mixed", "top") >= BOUNDS["bytes_saved_top_k"]
+        and saved(figures, "sorted") >= BOUNDS["bytes_saved_sorted"]
+        and control["mean model"] < reference["mean model"] - 10
+    )

@@ -1,0 +1,79 @@
+"""Results sent only as far as they changed: where that pays, and where it does not.
+
+Least squares on 8 workers that hold an eighth of the rows each, on scales from 1 to 17: with whole
+gradients, and with batches of 8 rows a worker. Simulated; the same learning rate for all methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import paceline as pl
+from _report import finish, machine, parser, table
+from paceline.codecs.base import Codec
+from paceline.core.protocol import Finished
+
+WORKERS, ROWS, SIZE = 8, 64, 50
+BOUNDS = {"lag_sent": 0.25, "ef21_over_feedback": 0.1, "feedback_over_ef21_sampled": 0.2}
+METHODS: dict[str, Codec] = {
+    "all": pl.Lazy(),
+    "LAG": pl.Lazy(pl.Lag(workers=1)),
+    "EF21, top 10 %": pl.Lazy(codec=pl.TopK(0.1)),
+    "top 10 %, feedback": pl.Feedback(pl.TopK(0.1)),
+}
+
+
+def run(codec: Codec, batch: int, rate: float, steps: int, seed: int) -> tuple[float, float]:
+    """Return the loss above the least, and the share of messages that had something to say."""
+    rng = np.random.default_rng(seed)
+    scales = np.repeat(1.5 ** np.arange(1.0 - WORKERS, 1.0), ROWS)[:, None]
+    rows = scales * rng.standard_normal((WORKERS * ROWS, SIZE))
+    targets = rows @ rng.standard_normal(SIZE) + 0.1 * rng.standard_normal(len(rows))
+    lr = rate / np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
+    placement = pl.Placed(
+        pl.partition.Partition(np.arange(len(rows)) // ROWS), move=False, most=batch // WORKERS
+    )
+    done = pl.Trainer(
+        pl.LeastSquares(rows, targets, lr=lr, batch_size=batch),
+        *(pl.sync(), pl.Simulator(WORKERS, pl.Fixed(1.0))),
+        placement=placement,
+        codec=codec,
+        progress=False,
+    ).fit(steps=steps)
+    away = rows @ (done.model - np.linalg.lstsq(rows, targets)[0])
+    sent = [entry.event.sent or 0 for entry in done.journal if isinstance(entry.event, Finished)]
+    return float(away @ away) / 2 / len(rows), sum(each > 60 for each in sent) / len(sent)
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    seeds = [0] if options.quick else [0, 1, 2]
+    figures: dict[str, Any] = {}
+    rows = []
+    for name, codec in METHODS.items():
+        whole = [run(codec, WORKERS * ROWS, 1.0, 80, seed) for seed in seeds]
+        sampled = [run(codec, WORKERS * 8, 0.2, 400, seed) for seed in seeds]
+        figures[name] = {"whole": whole, "sampled": sampled}
+        rows.append([name, *(cell for runs in (whole, sampled) for cell in told(runs))])
+    table(["results sent", "whole gradients", "sent", "batches of 8", "sent"], rows)
+    ef21, feedback = figures["EF21, top 10 %"], figures["top 10 %, feedback"]
+    ok = all(
+        figures["LAG"]["whole"][i][1] < BOUNDS["lag_sent"]
+        and figures["LAG"]["whole"][i][0] < figures["all"]["whole"][i][0]
+        and ef21["whole"][i][0] < BOUNDS["ef21_over_feedback"] * feedback["whole"][i][0]
+        and feedback["sampled"][i][0] < BOUNDS["feedback_over_ef21_sampled"] * ef21["sampled"][i][0]
+        for i in range(len(seeds))
+    )
+    finish("messages_lazy", figures, BOUNDS, ok, machine("torch", "paceline"), options.quick)
+
+
+def told(runs: list[tuple[float, float]]) -> tuple[str, str]:
+    """Return the range of losses, and that of the shares sent."""
+    losses, sent = zip(*runs, strict=True)
+    return f"{min(losses):.0e} to {max(losses):.0e}", f"{min(sent):.0%} to {max(sent):.0%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Accuracy against bytes: what results are encoded with on their way from 8 workers to the server.
+
+Training in simulated time with real arithmetic, of an MLP on handwritten digits (`--quick`) or on
+Fashion-MNIST. Two controls keep the figures honest: no communication at all (everyone trains by
+itself, and the models are averaged once, at the end), and shards that are sorted by label, on
+which that is a catastrophe. All methods see as many samples.
+
+Learning rates are tuned for the uncompressed method, `--tune`, and those of the others left as
+they are, but where momentum moves to the workers, or is given up.
+
+    python benchmarks/messages.py --only star [--quick] [--tune]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import paceline as pl
+from _fashion import accuracy, loss, vectors
+from _report import Lines, machine, told
+from paceline.codecs.base import Codec
+from paceline.core.protocol import Policy
+from paceline.learners.optimize import MakeOptimizer
+from paceline.learners.torch import Loss
+
+WORKERS = 8
+QUICK = ("dense", "no communication", "sign, feedback", "top 1 % + int8, feedback")
+BOUNDS = {"points": 0.5, "bytes_saved_sorted": 0.6, "bytes_saved": 0.97}
+TUNED = ("dense", "top 1 % + int8, no momentum")
+AVERAGE = partial(torch.optim.SGD, lr=1.0)
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  # arXiv 2311.08105
+GRID = (0.5, 1.0, 2.0, 4.0)  # times the learning rate
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a run is made."""
+
+    codec: Codec | None = None
+    policy: Policy = field(default_factory=pl.sync)
+    outer: MakeOptimizer | None = None  # of the server, for changes by local steps
+    momentum: float = 0.9
+    lr: float = 1.0  # times that of the uncompressed method
+
+
+def methods(steps: int) -> dict[str, Method]:
+    """Return all methods, for runs of so many steps of everyone."""
+    ef, top = pl.Feedback, pl.TopK
+    few = ef(pl.Chain(top(0.01), pl.Int8()))
+    return {
+        "dense": Method(),
+        "no communication": Method(None, pl.local_sgd(steps), AVERAGE),
+        "bfloat16": Method(pl.BFloat16()),
+        "int8": Method(pl.Int8()),
+        "sign, feedback": Method(ef(pl.Sign())),
+        "top 10 %, feedback": Method(ef(top(0.1))),
+        "top 1 %, feedback": Method(ef(top(0.01))),
+        "top 1 %, no feedback": Method(top(0.01)),
+        "top 1 % + int8, feedback": Method(few),
+        "top 1 % + int8, no momentum": Method(few, momentum=0.0, lr=8.0),
+        "DGC, top 1 %": Method(pl.DeepGradient(0.01), momentum=0.0),
+        "k_sync(6), top 1 %, feedback": Method(ef(top(0.01)), pl.k_sync(6)),
+        "local SGD, 10 steps": Method(None, pl.local_sgd(10), AVERAGE),
+        "the same, top 10 %, feedback, 6 of 8": Method(
+            ef(top(0.1)), pl.local_sgd(10, k=6), AVERAGE
+        ),
+        "DiLoCo, 10 local steps": Method(None, pl.local_sgd(10), NESTEROV),
+        "DiLoCo, 10 local steps, int8": Method(pl.Int8(), pl.local_sgd(10), NESTEROV),
+    }
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what, and how well that is done."""
+
+    train: Dataset[Any]
+    labels: Any
+    model: Callable[[], nn.Module]
+    loss: Loss
+    accuracy: Callable[[nn.Module], float]  # in percent
+    lr: float
+    batch: int
+    steps: int
+
+
+def perceptron(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@cache
+def digits() -> Task:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x = torch.from_numpy(data.data[order]).float() / 16
+    y = torch.from_numpy(data.target[order]).long()
+    train, test = TensorDataset(x[:1440], y[:1440]), TensorDataset(x[1440:], y[1440:])
+    right = partial(accuracy, test=test)
+    return Task(train, y[:1440].numpy(), partial(perceptron, 64), loss, right, 0.05, 128, 440)
+
+
+@cache
+def fashion() -> Task:
+    train, right = vectors(), partial(accuracy, test=vectors(test=True))
+    labels = train.tensors[1].numpy()
+    return Task(train, labels, partial(perceptron, 784), loss, right, 0.05, 128, 800)
+
+
+def run(task: Task, method: Method, sorted_by_label: bool, seed: int) -> dict[str, float]:
+    """Train; return the accuracy and the bytes of all results."""
+    torch.manual_seed(seed)
+    sgd = partial(torch.optim.SGD, lr=task.lr * method.lr, momentum=method.momentum)
+    learner = pl.TorchLearner(
+        task.model(), task.loss, sgd, task.train, task.batch, outer=method.outer
+    )
+    parts = pl.partition.by_label(task.labels, WORKERS) if sorted_by_label else (
+        pl.partition.stratified(task.labels, WORKERS, seed=seed)
+    )  # fmt: skip
+    engine = pl.Simulator(WORKERS, pl.ShiftedExponential(0.9, 0.1))
+    trainer = pl.Trainer(
+        learner, method.policy, engine, seed=seed, progress=False, codec=method.codec,
+        placement=pl.Placed(parts, move=False),
+    )  # fmt: skip
+    work = getattr(method.policy, "work", None)
+    local = work.steps if work is not None else 1
+    result = trainer.fit(steps=max(task.steps // local, 1))
+    return {"accuracy": task.accuracy(result.model), "bytes": float(result.meter.up_bytes)}
+
+
+def job(make: Callable[[], Task], name: str, kind: str, seed: int, lr: float) -> dict[str, float]:
+    """Be one run, in a process of its own."""
+    task = make()
+    method = methods(task.steps)[name]
+    return run(task, replace(method, lr=lr * method.lr), kind == "sorted", seed)
+
+
+def pool() -> ProcessPoolExecutor:
+    """Return processes, as many as cores, for runs that none of them has to wait for."""
+    return ProcessPoolExecutor(
+        machine()["cores"], get_context("spawn"), torch.set_num_threads, (1,)
+    )
+
+
+def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Train by each method on both kinds of shards; print a row when it is there."""
+    figures: dict[str, Any] = {}
+    lines = Lines(["results sent by 8 workers", "accuracy", "sorted shards", "MB up", "saved"], 36)
+    with pool() as runs:
+        coming: dict[str, dict[str, list[Future[dict[str, float]]]]] = {
+            name: {
+                kind: [runs.submit(job, make, name, kind, seed, 1.0) for seed in seeds]
+                for kind in ("mixed", "sorted")
+            }
+            for name in names
+        }
+        for name, kinds in coming.items():
+            found = {kind: [one.result() for one in each] for kind, each in kinds.items()}
+            sent = statistics.mean(one["bytes"] for one in found["mixed"])
+            values = {kind: [one["accuracy"] for one in each] for kind, each in found.items()}
+            figures[name] = {
+                **{kind: round(statistics.mean(each), 2) for kind, each in values.items()},
+                "bytes": sent,
+                "saved": round(1 - sent / figures.get("dense", {"bytes": sent})["bytes"], 4),
+            }
+            lines.add([name, told(values["mixed"]), told(values["sorted"]), f"{sent / 1e6:.2f}",
+                       f"{figures[name]['saved']:.1%}"])  # fmt: skip
+    return figures
+
+
+def tune(make: Callable[[], Task], names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Print the accuracy for a grid of learning rates."""
+    lines = Lines(["", "learning rate", "accuracy", "sorted shards"], 36)
+    task = make()
+    with pool() as runs:
+        for name in names:
+            rates = {lr: task.lr * methods(task.steps)[name].lr * lr for lr in GRID}
+            coming = {
+                lr: [[runs.submit(job, make, name, kind, seed, lr) for seed in seeds]
+                     for kind in ("mixed", "sorted")]
+                for lr in GRID
+            }  # fmt: skip
+            for lr, kinds in coming.items():
+                cells = [told([one.result()["accuracy"] for one in each]) for each in kinds]
+                lines.add([name, f"{rates[lr]:g}", *cells])
+
+
+LATE: dict[str, Codec | None] = {
+    "top 1 %, given back": pl.Feedback(pl.TopK(0.01)),
+    "top 1 %, lost": pl.Feedback(pl.TopK(0.01), refunds=False),
+    "dense": None,
+}
+
+
+def late(make: Callable[[], Task], name: str, seed: int) -> float:
+    """Train with 37 % of the results too late; return the training loss."""
+    task, quick, slow = make(), pl.ShiftedExponential(0.5, 0.5), pl.ShiftedExponential(2.0, 2.0)
+    assert isinstance(task.train, TensorDataset)
+    torch.manual_seed(seed)
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    learner = pl.TorchLearner(task.model(), task.loss, sgd, task.train, 16)
+    engine = pl.Simulator(WORKERS, [*[quick] * 5, *[slow] * 3])
+    policy = pl.ringmaster(4, stops=False)
+    trainer = pl.Trainer(learner, policy, engine, seed=seed, progress=False, codec=LATE[name])
+    result = trainer.fit(steps=1500)
+    with torch.no_grad():
+        return float(task.loss(result.model, task.train[:4096]))
+
+
+def discards(make: Callable[[], Task], seeds: Sequence[int]) -> dict[str, list[float]]:
+    """Print the training loss when results that come too late go back to memory, and when not."""
+    print("\nringmaster(4, stops=False), 37 % of the results too late: training loss of each seed")
+    lines, found = Lines(["", "loss"], 36, 21), {}
+    with pool() as runs:
+        coming = {name: [runs.submit(late, make, name, seed) for seed in seeds] for name in LATE}
+        for name, each in coming.items():
+            found[name] = [round(one.result(), 4) for one in each]
+            lines.add([name, ", ".join(f"{value:.3f}" for value in found[name])])
+    return found
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    make, seeds = (digits, [0]) if quick else (fashion, [0, 1, 2])
+    names = QUICK if quick else tuple(methods(1))
+    print(f"\n{make.__name__}, {make().steps} steps, {len(seeds)} seeds", flush=True)
+    figures = compare(make, names, seeds)
+    figures["too late"] = discards(make, seeds)
+    return figures
+
+
+def holds(figures: dict[str, Any]) -> bool:
+    """Tell whether some method saves as many bytes as it should and is as good as the dense one.
+
+    And whether it is better to give back what came too late than to lose it.
+    """
+    back, lost = (figures["too late"][f"top 1 %, {what}"] for what in ("given back", "lost"))
+    return (
+        saved(figures, "mixed") >= BOUNDS["bytes_saved"]
+        and saved(figures, "sorted") >= BOUNDS["bytes_saved_sorted"]
+        and all(a < b for a, b in zip(back, lost, strict=True))
+    )
+
+
+def saved(figures: dict[str, Any], kind: str) -> float:
+    """Return the share of bytes that the best of the methods saves that are as good as dense."""
+    least = figures["dense"][kind] - BOUNDS["points"]
+    methods = {
+        name: f for name, f in figures.items() if name not in ("no communication", "too late")
+    }
+    return max(f["saved"] for f in methods.values() if f[kind] >= least)
