@@ -54,6 +54,7 @@ def methods(steps: int) -> dict[str, Method]:
         REFERENCE: Method(gossip(pl.Averaging())),
         CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
         "EventGraD, horizon 1": Method(gossip(pl.Averaging(), pl.EventGrad(1.0))),
+        "ours, int8, at every step": Method(gossip(difference(1.0)), pl.Int8()),
         "ours, int8": Method(gossip(difference(1.0), change(0.05, every=100)), pl.Int8()),
         "ours, top 10 % + int8": Method(
             gossip(difference(0.4), change(0.2, every=100)), pl.Chain(top(0.1), pl.Int8())
@@ -72,7 +73,7 @@ def methods(steps: int) -> dict[str, Method]:
     }  # fmt: skip
 
 
-QUICK = (REFERENCE, CONTROL, "ours, int8", "ours, top 10 % + int8")
+QUICK = (REFERENCE, CONTROL, "ours, int8, at every step", "ours, top 10 % + int8")
 STEPS = 400
 
 
