@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 from paceline.delays.compound import Bursts, Delays, Mixture, PerWorker, Scaled, resolve
 from paceline.delays.models import (
