@@ -309,6 +309,7 @@ class Ray:
             if member.busy is not None:
                 member.actor.abandon.remote(tuple(member.busy))
             member.busy, member.joined, member.call = None, False, None
+            member.known, member.got, member.unused = None, None, []  # of another job's models
             member.waiting.clear()
         self._clear()
         if not self._keep:
