@@ -29,7 +29,6 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/stragglers.py
 	$(PYTHON) benchmarks/dataplane.py
 	$(PYTHON) benchmarks/dataplane.py --large
-	$(PYTHON) benchmarks/planner.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

@@ -69,7 +69,7 @@ from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed
 from paceline.policies.selectors import Allocate, Bandit
 from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
-from paceline.policies.wrappers import Among, MinWorkers, Until
+from paceline.policies.wrappers import MinWorkers, Until
 from paceline.trainer import Run, Trainer
 
 if TYPE_CHECKING:
@@ -82,10 +82,6 @@ if TYPE_CHECKING:
     from paceline.engines.ray.engine import Ray
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
-    from paceline.planner.choose import Plan, plan
-    from paceline.planner.forecast import Forecast, forecast
-    from paceline.planner.probe import profile, profile_of, surface_of
-    from paceline.planner.profile import Profile, Surface, WorkerProfile
 
 __version__ = "0.1.0"
 
@@ -100,10 +96,6 @@ _LAZY = {
     **dict.fromkeys(("Feedback", "DeepGradient"), "paceline.codecs.feedback"),
     "Lazy": "paceline.codecs.lazy",
     "LowRank": "paceline.codecs.lowrank",
-    **dict.fromkeys(("Plan", "plan"), "paceline.planner.choose"),
-    **dict.fromkeys(("Forecast", "forecast"), "paceline.planner.forecast"),
-    **dict.fromkeys(("profile", "profile_of", "surface_of"), "paceline.planner.probe"),
-    **dict.fromkeys(("Profile", "Surface", "WorkerProfile"), "paceline.planner.profile"),
     "Chain": "paceline.codecs.chain",
 }
 
@@ -113,7 +105,6 @@ __all__ = [
     "Advice",
     "Allocate",
     "Always",
-    "Among",
     "Averaging",
     "BFloat16",
     "Bandit",
@@ -137,7 +128,6 @@ __all__ = [
     "Exponential",
     "Feedback",
     "Fixed",
-    "Forecast",
     "Gather",
     "Gossip",
     "Graph",
@@ -163,10 +153,8 @@ __all__ = [
     "Pareto",
     "PerWorker",
     "Placed",
-    "Plan",
     "PolicyError",
     "Prices",
-    "Profile",
     "Progress",
     "Quadratic",
     "RandomK",
@@ -179,7 +167,6 @@ __all__ = [
     "Simulator",
     "StalledError",
     "SubExponential",
-    "Surface",
     "Thompson",
     "Timing",
     "TopK",
@@ -189,7 +176,6 @@ __all__ = [
     "TrustRatio",
     "Until",
     "Work",
-    "WorkerProfile",
     "WrongGradients",
     "asynchronous",
     "ata",
@@ -200,22 +186,17 @@ __all__ = [
     "deadline",
     "exponential",
     "faded",
-    "forecast",
     "hierarchical",
     "k_async",
     "k_sync",
     "local_sgd",
     "mean",
     "partition",
-    "plan",
-    "profile",
-    "profile_of",
     "random_regular",
     "rennala",
     "replay",
     "ring",
     "ringmaster",
-    "surface_of",
     "sync",
     "torus",
 ]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import count
-from math import inf, isclose, isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,11 @@ from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
-from paceline.report.text import forecast_line, placed_line, speeds_line, summary
+from paceline.report.text import placed_line, speeds_line, summary
 from paceline.swarm import Ends, Swarm
 
-if TYPE_CHECKING:  # which need torch, and scipy
+if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
-    from paceline.planner.choose import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +94,6 @@ class Run:
             waited = getattr(self.learned, "waited", 0)
             moved = placement.moved if placement.move else None
             text += "\n" + placed_line(moved, waited, placement.missed())
-        forecast = (self.journal.header.about or {}).get("forecast")
-        if forecast is not None:
-            text += "\n" + forecast_line(forecast, self.meter)
         return text
 
     def samples(self) -> list[Stretch]:
@@ -108,9 +104,6 @@ class Run:
 class Trainer:
     """Trains a learner under a policy on an engine.
 
-    policy: a policy; or a plan, whose first policy and codec are then used; or "auto", to measure
-        engine and learner first and plan for a target. The learning rate is the learner's always.
-    target: with "auto", the loss to be reached in the least time.
     seed: all randomness derives from it: which samples, random layers, simulated delays.
     min_workers: how many must have joined before training begins; by default all.
     checkpoints: where and how often to save; see `resume`.
@@ -127,10 +120,9 @@ class Trainer:
     def __init__(
         self,
         learner: Learner,
-        policy: Policy | Plan | Literal["auto"],
+        policy: Policy,
         engine: TrainingEngine,
         *,
-        target: float | None = None,
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         min_workers: int | None = None,
@@ -142,22 +134,6 @@ class Trainer:
         codec: Codec | None = None,
         down: Codec | None = None,
     ) -> None:
-        if isinstance(policy, str):
-            policy = _planned(policy, learner, engine, target, prices, seed)
-        elif target is not None:
-            raise ValueError('target= is for policy="auto"; say when to end by fit(until=…)')
-        self._plan: Plan | None = None
-        if _is_plan(policy):
-            self._plan = policy
-            if not isclose(policy.learning_rate, learner.rate(0), rel_tol=0.01):
-                logger.warning(
-                    "the plan is for a learning rate of %g, and the learner has %g: its forecast "
-                    "is of another run; use plan(…, learning_rate=%g), or the plan's rate",
-                    policy.learning_rate, learner.rate(0), learner.rate(0),
-                )  # fmt: skip
-            codec = policy.codec if codec is None else codec
-            policy = policy.policy
-        policy = cast(Policy, policy)
         if codec is not None and hasattr(_innermost(policy), "code"):
             raise ValueError(
                 "a gradient code decodes from results as they are; leave codec= out, or use a "
@@ -333,8 +309,6 @@ class Trainer:
         if snapshot is not None:  # with today's prices, not those it was saved with
             state = coordinator.state()
         about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
-        if self._plan is not None:
-            about["forecast"] = self._plan.about()
         path = self._journal_path
         if path is not None:
             path = _unused(Path(path), None if snapshot is None else snapshot.step)
@@ -431,34 +405,6 @@ class _Reason:
     def tell(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
             callback.ended(self.text)
-
-
-def _is_plan(policy: Policy | Plan) -> TypeGuard[Plan]:
-    """Tell a plan from a policy, without loading what only planning needs."""
-    return hasattr(policy, "looks") and hasattr(policy, "forecast")
-
-
-def _planned(
-    policy: str,
-    learner: Learner,
-    engine: TrainingEngine,
-    target: float | None,
-    prices: Prices | None,
-    seed: int,
-) -> Plan:
-    """Measure, and plan with the learning rate that the learner has."""
-    if policy != "auto" or target is None:
-        raise ValueError(
-            f'policy={policy!r}, target={target}: use policy="auto" with the loss to be reached as '
-            "target=…, or give a policy such as pl.sync()"
-        )
-    from paceline.planner.choose import plan
-    from paceline.planner.probe import profile
-
-    measured = profile(learner, engine, prices=prices, seed=seed)
-    found = plan(measured, target=target, learning_rate=learner.rate(0), seed=seed)
-    logger.info("%s", found)
-    return found
 
 
 def _unused(path: Path, step: int | None) -> Path:
