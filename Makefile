@@ -29,6 +29,10 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/stragglers.py
 	$(PYTHON) benchmarks/dataplane.py
 	$(PYTHON) benchmarks/dataplane.py --large
+	$(PYTHON) benchmarks/selection.py
+	$(PYTHON) benchmarks/coding.py
+	$(PYTHON) benchmarks/placement.py
+	$(PYTHON) benchmarks/messages.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

@@ -3,6 +3,7 @@
 Parts, each a file of its own that says what it does:
 - star (messages_star.py): encoded results of 8 workers on handwritten digits or Fashion-MNIST, in
   simulated time, with two controls.
+- lazy (messages_lazy.py): results sent only as far as they have changed.
 - gossip (messages_gossip.py): 8 nodes in a ring without a main one, on the same data.
 - cifar (messages_cifar.py): the same for a convolutional network on CIFAR-10, whose files have to
   be there: `--cifar DIR`.
@@ -22,18 +23,20 @@ from typing import Any
 
 import messages_cifar
 import messages_gossip
+import messages_lazy
 import messages_network
 import messages_star
 from _report import finish, machine, parser
 from paceline.testing.hosts import missing
 
-PARTS = ("star", "gossip", "cifar", "network")
+PARTS = ("star", "lazy", "gossip", "cifar", "network")
 
 
 def hindrances(cifar: Path | None) -> dict[str, str | None]:
     """Say of each part why it cannot run here, or None."""
     return {
         "star": None,
+        "lazy": None,
         "gossip": None,
         "cifar": messages_cifar.missing(cifar),
         "network": missing(),
@@ -67,6 +70,9 @@ def main() -> None:
         elif part == "star":
             figures[part] = messages_star.measure(options.quick)
             held += [messages_star.holds(figures[part])]
+        elif part == "lazy":
+            figures[part] = messages_lazy.measure(options.quick)
+            held += [messages_lazy.holds(figures[part])]
         elif part == "gossip":
             figures[part] = messages_gossip.measure(options.quick)
             held += [messages_gossip.holds(figures[part])]
@@ -79,7 +85,7 @@ def main() -> None:
     bounds = {
         f"{part}_{key}": bound
         for part, module in (
-            ("star", messages_star), ("gossip", messages_gossip),
+            ("star", messages_star), ("lazy", messages_lazy), ("gossip", messages_gossip),
             ("cifar", messages_cifar), ("network", messages_network),
         )
         for key, bound in module.BOUNDS.items()

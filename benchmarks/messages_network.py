@@ -71,10 +71,7 @@ class Arm:
 
 
 FEW = pl.Feedback(pl.Chain(pl.TopK(0.01), pl.Int8()))
-ALL, NEWS = (
-    pl.Gossip(pl.ring(HOSTS), pl.Difference(1.0)),
-    pl.Gossip(pl.ring(HOSTS), pl.Difference(0.5), pl.OnChange(0.1, every=50)),
-)
+NEWS = pl.Gossip(pl.ring(HOSTS), pl.Difference(0.5), pl.OnChange(0.1, every=50))
 ARMS = {
     "DDP": Arm(0.1, 0.9, None),
     "DDP, PowerSGD rank 4": Arm(0.05, 0.9, None, rank=4),
@@ -84,7 +81,6 @@ ARMS = {
     # momentum would change all of them.
     "top 1 % + int8 up, 5 % down": Arm(0.4, codec=FEW, down=pl.TopK(0.05)),
     "DGC 1 % up, 5 % down": Arm(0.2, codec=pl.DeepGradient(0.01), down=pl.TopK(0.05)),
-    "gossip, int8": Arm(0.1, 0.9, ALL, pl.Int8()),
     "gossip, top 10 % + int8": Arm(0.1, 0.9, NEWS, pl.Chain(pl.TopK(0.1), pl.Int8())),
     "DiLoCo, 20 local steps": Arm(0.05, 0.9, pl.local_sgd(20), outer=NESTEROV),
     # The slices of results are below 100 KB then, which Ray sends by way of the driver's host.
