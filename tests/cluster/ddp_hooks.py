@@ -34,6 +34,7 @@ from paceline.codecs.sparse import TopK
 from paceline.ddp import ProportionalSampler
 from paceline.ddp.hooks import CodecHook, TriggeredHook
 from paceline.policies.triggers import Lag, OnChange
+from tests.cluster.ddp_problem import classified, perceptron
 
 RANKS, STEPS, CUT = 3, 24, 9
 SAMPLES, BATCH = 768, 96
@@ -45,17 +46,11 @@ Maker: TypeAlias = Callable[[Optimizer], Hook | None]
 
 
 def make_data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(SAMPLES, 20, generator=generator)
-    labels = (inputs @ torch.randn(20, 4, generator=generator)).argmax(dim=1)
-    return TensorDataset(inputs, labels)
+    return classified(SAMPLES, 20, 4, seed=5)
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        *(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
-    )
+    return perceptron(20, 64, 32, 4, seed=5)
 
 
 def make_optimizer(model: nn.Module, momentum: float = 0.9) -> torch.optim.SGD:

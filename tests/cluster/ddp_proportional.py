@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.ddp import ProportionalSampler
 from paceline.testing import Throttle
+from tests.cluster.ddp_problem import classified, perceptron
 
 RANKS, SLOW, SHARE = 3, 2, 0.15
 STEPS, SAMPLES, BATCH = 30, 5800, 768  # so that the 8th batch is a smaller one
@@ -28,17 +29,11 @@ ITEMS, SMALL, EPOCHS = 1000, 24, 2  # of the loader with workers
 
 
 def make_data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(SAMPLES, 64, generator=generator)
-    labels = (inputs @ torch.randn(64, 5, generator=generator)).argmax(dim=1)
-    return TensorDataset(inputs, labels)
+    return classified(SAMPLES, 64, 5, seed=3)
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        *(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 512), nn.Tanh(), nn.Linear(512, 5))
-    )
+    return perceptron(64, 1024, 512, 5, seed=3)
 
 
 def train(model: nn.Module, sampler: ProportionalSampler) -> list[list[int]]:
