@@ -33,6 +33,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/coding.py
 	$(PYTHON) benchmarks/placement.py
 	$(PYTHON) benchmarks/messages.py
+	$(PYTHON) benchmarks/planner.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

@@ -61,6 +61,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join([first, *others]), flush=True)
 
 
+def plotting() -> Any:
+    """Return matplotlib's pyplot, which draws the same file from the same figures."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "paceline"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 class Lines:
     """Prints rows under their header as they come, the first column to the left."""
 

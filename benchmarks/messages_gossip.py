@@ -46,8 +46,11 @@ class Method:
     lr: float = 1.0  # times that of the dense method
 
 
-def methods(steps: int) -> dict[str, Method]:
-    """Return all methods, for runs of so many steps of everyone."""
+def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, Method]:
+    """Return all methods, for runs of so many steps of everyone.
+
+    scales: of the trigger's threshold, with int8 and with top 10 % + int8.
+    """
     ring, difference, change, top = pl.ring(NODES), pl.Difference, pl.OnChange, pl.TopK
     gossip = partial(pl.Gossip, ring)
     return {
@@ -55,9 +58,9 @@ def methods(steps: int) -> dict[str, Method]:
         CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
         "EventGraD, horizon 1": Method(gossip(pl.Averaging(), pl.EventGrad(1.0))),
         "ours, int8, at every step": Method(gossip(difference(1.0)), pl.Int8()),
-        "ours, int8": Method(gossip(difference(1.0), change(0.05, every=100)), pl.Int8()),
+        "ours, int8": Method(gossip(difference(1.0), change(scales[0], every=100)), pl.Int8()),
         "ours, top 10 % + int8": Method(
-            gossip(difference(0.4), change(0.2, every=100)), pl.Chain(top(0.1), pl.Int8())
+            gossip(difference(0.4), change(scales[1], every=100)), pl.Chain(top(0.1), pl.Int8())
         ),
         "CHOCO, top 10 %": Method(gossip(difference(0.4)), top(0.1)),
         "SPARQ, top 10 %, 5 local steps": Method(
@@ -80,7 +83,7 @@ STEPS = 400
 def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, float]:
     """Be one run, in a process of its own."""
     task = make()
-    method = methods(task.steps)[name]
+    method = methods(task.steps, task.scales)[name]
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=task.lr * method.lr, momentum=method.momentum)
     learner = pl.TorchLearner(

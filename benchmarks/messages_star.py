@@ -92,6 +92,7 @@ class Task:
     lr: float
     batch: int
     steps: int
+    scales: tuple[float, float] = (0.05, 0.2)  # of thresholds without a main node
 
 
 def perceptron(width: int) -> nn.Module:

@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores
 import numpy as np
 
 import paceline as pl
-from _report import OtherLoad, finish, machine, parser, table, told
+from _report import OtherLoad, finish, machine, parser, plotting, table, told
 from paceline.core.coordinator import drive
 from paceline.core.protocol import MAIN, Finished, Joined, Policy, Start, Step, Stepped
 from paceline.delays.orders import slowest
@@ -379,16 +379,6 @@ def compare(
 
 
 Learned: TypeAlias = dict[tuple[str, str], dict[str, list[dict[str, Any]]]]
-
-
-def plotting() -> Any:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "paceline"
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw_errors(folder: Path, learned: Learned) -> None:

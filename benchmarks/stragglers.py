@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from _fashion import images, pixel_loss
-from _report import finish, machine, parser, table
+from _report import finish, machine, parser, plotting, table
 from paceline.core.protocol import Finished, Policy, Start
 from paceline.testing import SlowWorkers
 
@@ -137,13 +137,7 @@ def tune(data: TensorDataset, target: float) -> None:
 
 
 def draw(path: str, outcomes: dict[str, list[Outcome]], target: float) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "paceline"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axes = plotting().subplots(figsize=(7, 3.2), layout="constrained")
     for name, runs in outcomes.items():
         seconds, losses = zip(*runs[0].curve, strict=True)
         label = f"{name}: {statistics.median(o.seconds for o in runs):.1f} s"

@@ -69,7 +69,7 @@ from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed
 from paceline.policies.selectors import Allocate, Bandit
 from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
-from paceline.policies.wrappers import MinWorkers, Until
+from paceline.policies.wrappers import Among, MinWorkers, Until
 from paceline.trainer import Run, Trainer
 
 if TYPE_CHECKING:
@@ -82,6 +82,12 @@ if TYPE_CHECKING:
     from paceline.engines.ray.engine import Ray
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
+    from paceline.planner.asynchrony import largest_rate
+    from paceline.planner.auto import Auto
+    from paceline.planner.choose import Plan, plan
+    from paceline.planner.forecast import Forecast, forecast
+    from paceline.planner.probe import plain_rate, profile, profile_of, surface_of
+    from paceline.planner.profile import Profile, Surface, WorkerProfile
 
 __version__ = "0.1.0"
 
@@ -96,6 +102,14 @@ _LAZY = {
     **dict.fromkeys(("Feedback", "DeepGradient"), "paceline.codecs.feedback"),
     "Lazy": "paceline.codecs.lazy",
     "LowRank": "paceline.codecs.lowrank",
+    "largest_rate": "paceline.planner.asynchrony",
+    "Auto": "paceline.planner.auto",
+    **dict.fromkeys(("Plan", "plan"), "paceline.planner.choose"),
+    **dict.fromkeys(("Forecast", "forecast"), "paceline.planner.forecast"),
+    **dict.fromkeys(
+        ("plain_rate", "profile", "profile_of", "surface_of"), "paceline.planner.probe"
+    ),
+    **dict.fromkeys(("Profile", "Surface", "WorkerProfile"), "paceline.planner.profile"),
     "Chain": "paceline.codecs.chain",
 }
 
@@ -105,6 +119,8 @@ __all__ = [
     "Advice",
     "Allocate",
     "Always",
+    "Among",
+    "Auto",
     "Averaging",
     "BFloat16",
     "Bandit",
@@ -128,6 +144,7 @@ __all__ = [
     "Exponential",
     "Feedback",
     "Fixed",
+    "Forecast",
     "Gather",
     "Gossip",
     "Graph",
@@ -153,8 +170,10 @@ __all__ = [
     "Pareto",
     "PerWorker",
     "Placed",
+    "Plan",
     "PolicyError",
     "Prices",
+    "Profile",
     "Progress",
     "Quadratic",
     "RandomK",
@@ -167,6 +186,7 @@ __all__ = [
     "Simulator",
     "StalledError",
     "SubExponential",
+    "Surface",
     "Thompson",
     "Timing",
     "TopK",
@@ -176,6 +196,7 @@ __all__ = [
     "TrustRatio",
     "Until",
     "Work",
+    "WorkerProfile",
     "WrongGradients",
     "asynchronous",
     "ata",
@@ -186,17 +207,24 @@ __all__ = [
     "deadline",
     "exponential",
     "faded",
+    "forecast",
     "hierarchical",
     "k_async",
     "k_sync",
+    "largest_rate",
     "local_sgd",
     "mean",
     "partition",
+    "plain_rate",
+    "plan",
+    "profile",
+    "profile_of",
     "random_regular",
     "rennala",
     "replay",
     "ring",
     "ringmaster",
+    "surface_of",
     "sync",
     "torus",
 ]

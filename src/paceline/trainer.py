@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import count
-from math import inf, isfinite
+from math import inf, isclose, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,15 @@ from paceline.learners.base import Learner
 from paceline.policies.gossip import Gossip
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
-from paceline.policies.wrappers import MinWorkers, Until
+from paceline.policies.wrappers import Among, MinWorkers, Until
 from paceline.report.metrics import Meter, Stretch, sample_fates
-from paceline.report.text import placed_line, speeds_line, summary
+from paceline.report.text import forecast_line, placed_line, speeds_line, summary
 from paceline.swarm import Ends, Swarm
 
-if TYPE_CHECKING:  # which needs torch
+if TYPE_CHECKING:  # which need torch, and scipy
     from paceline.codecs.base import Codec
+    from paceline.planner.auto import Auto
+    from paceline.planner.choose import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,11 @@ class Run:
             waited = getattr(self.learned, "waited", 0)
             moved = placement.moved if placement.move else None
             text += "\n" + placed_line(moved, waited, placement.missed())
+        forecast = (self.journal.header.about or {}).get("forecast")
+        if forecast is not None:
+            text += "\n" + forecast_line(forecast, self.meter)
+        for change in getattr(self.learned, "changes", ()):
+            text += f"\n  replanned {change}"
         return text
 
     def samples(self) -> list[Stretch]:
@@ -104,6 +111,10 @@ class Run:
 class Trainer:
     """Trains a learner under a policy on an engine.
 
+    policy: a policy; or a plan, whose first policy and codec are then used; or "auto", to measure
+        engine and learner first, plan for a target, and plan anew when workers change (see `Auto`).
+        The learning rate is the learner's always.
+    target: with "auto", the loss to be reached in the least time.
     seed: all randomness derives from it: which samples, random layers, simulated delays.
     min_workers: how many must have joined before training begins; by default all.
     checkpoints: where and how often to save; see `resume`.
@@ -120,9 +131,10 @@ class Trainer:
     def __init__(
         self,
         learner: Learner,
-        policy: Policy,
+        policy: Policy | Plan | Literal["auto"],
         engine: TrainingEngine,
         *,
+        target: float | None = None,
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         min_workers: int | None = None,
@@ -134,6 +146,18 @@ class Trainer:
         codec: Codec | None = None,
         down: Codec | None = None,
     ) -> None:
+        if isinstance(policy, str):
+            if placement is not None:
+                raise ValueError('policy="auto" shares the batch out itself: leave placement= out')
+            policy = _planned(policy, learner, engine, target, prices, codec, seed)
+        elif target is not None:
+            raise ValueError('target= is for policy="auto"; say when to end by fit(until=…)')
+        self._plan = found = _plan_of(policy)
+        if found is not None:
+            _compare_rates(found.learning_rate, learner)
+            codec = found.codec if codec is None else codec
+            policy = found.policy if policy is found else policy
+        policy = cast(Policy, policy)
         if codec is not None and hasattr(_innermost(policy), "code"):
             raise ValueError(
                 "a gradient code decodes from results as they are; leave codec= out, or use a "
@@ -309,6 +333,8 @@ class Trainer:
         if snapshot is not None:  # with today's prices, not those it was saved with
             state = coordinator.state()
         about = {**self._about(), "engine": repr(self._engine), "versions": _versions()}
+        if self._plan is not None:
+            about["forecast"] = self._plan.about()
         path = self._journal_path
         if path is not None:
             path = _unused(Path(path), None if snapshot is None else snapshot.step)
@@ -407,6 +433,55 @@ class _Reason:
             callback.ended(self.text)
 
 
+def _plan_of(policy: Policy | Plan) -> Plan | None:
+    """Return the plan that it is or does, without loading what only planning needs."""
+    found = getattr(policy, "plan", policy)
+    return cast("Plan", found) if hasattr(found, "looks") and hasattr(found, "forecast") else None
+
+
+def _compare_rates(planned: float, learner: Learner) -> None:
+    """Warn if a plan is for another learning rate than the learner's."""
+    from paceline.planner.probe import plain_rate
+
+    try:
+        rate = plain_rate(learner)
+    except ValueError as error:
+        logger.warning("%s", error)
+        return
+    if not isclose(planned, rate, rel_tol=0.01):
+        logger.warning(
+            "the plan is for a learning rate of %g, and the learner has %g, momentum included: its "
+            "forecast is of another run; use plan(…, learning_rate=%g), or the plan's rate",
+            planned, rate, rate,
+        )  # fmt: skip
+
+
+def _planned(
+    policy: str,
+    learner: Learner,
+    engine: TrainingEngine,
+    target: float | None,
+    prices: Prices | None,
+    codec: Codec | None,
+    seed: int,
+) -> Auto:
+    """Measure, and plan with the learning rate that the learner has."""
+    if policy != "auto" or target is None:
+        raise ValueError(
+            f'policy={policy!r}, target={target}: use policy="auto" with the loss to be reached as '
+            "target=…, or give a policy such as pl.sync()"
+        )
+    from paceline.planner.auto import Auto
+    from paceline.planner.choose import plan
+    from paceline.planner.probe import plain_rate, profile
+
+    measured = profile(learner, engine, prices=prices, seed=seed)
+    rate, codecs = plain_rate(learner), None if codec is None else [codec]
+    found = plan(measured, target=target, learning_rate=rate, codecs=codecs, seed=seed)
+    logger.info("%s", found)
+    return Auto(measured, found, seed=seed)
+
+
 def _unused(path: Path, step: int | None) -> Path:
     """Return a name for a journal that is not taken: an earlier one is never overwritten."""
     stem = path.stem if step is None else f"{path.stem}-{step}"
@@ -421,7 +496,7 @@ def _check(policy: Policy, learner: Learner, workers: int) -> None:
     if isinstance(work := getattr(policy, "work", None), Work):
         learner.check(work)
     if inner := getattr(policy, "inner", None):
-        _check(inner, learner, workers)
+        _check(inner, learner, len(policy.workers) if isinstance(policy, Among) else workers)
 
 
 def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:

@@ -15,7 +15,16 @@ PAGES = [
     "README.md",
     *(
         f"docs/{page}.md"
-        for page in ("guide", "selection", "placement", "messages", "gossip", "ddp", "coding")
+        for page in (
+            "guide",
+            "planning",
+            "selection",
+            "placement",
+            "messages",
+            "gossip",
+            "ddp",
+            "coding",
+        )
     ),
 ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -78,6 +78,11 @@ class Fit:
     def kind(self) -> str:
         """The name of the law."""
         return type(self.model).__name__
+
+    @property
+    def bounded(self) -> Delay:
+        """The model, or what was observed where that has no mean, as a Pareto of alpha <= 1."""
+        return self.model if isfinite(self.model.mean) else continued(*self.data)
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,11 @@ class Simulator:
         noise = np.random.Generator(np.random.PCG64(0)).standard_normal(layout.size).astype(dtype)
         self._sent = self._uplink().send(noise, 0, 1.0, self._whole)[0].nbytes
 
+    @property
+    def interruptible(self) -> bool:
+        """Whether cancelled work ends at once."""
+        return self._interruptible
+
     def peers(self) -> SimulatedPeers:
         links = [self._link] if isinstance(self._link, Link) else self._link
         places = {

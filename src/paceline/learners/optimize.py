@@ -33,6 +33,11 @@ class Rules:
     transform: Transform | None = None
 
 
+def group_of(make: MakeOptimizer) -> dict[str, Any]:
+    """Return the settings of the optimizer that is made, such as its rate and momentum."""
+    return make([nn.Parameter(torch.zeros(1))]).param_groups[0]
+
+
 class Rates:
     """The learning rate of each step: that of the first group, as the schedule says."""
 

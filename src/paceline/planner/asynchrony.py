@@ -12,7 +12,7 @@ from paceline.planner import staleness
 from paceline.planner.kernels import Kernel, Shifted
 from paceline.planner.responses import kernel_of, rate_weighted
 from paceline.planner.roots import root
-from paceline.planner.sdde import SAFE, hitting_time, variance
+from paceline.planner.sdde import SAFE, boundary, hitting_time, variance
 
 
 @dataclass(frozen=True)
@@ -137,3 +137,19 @@ def asynchrony(
         raise ValueError(f"workers={workers}: use at least 1")
     each = [kernel_of(resolve(delays, f"w{index}", index)) for index in range(workers)]
     return Asynchrony(workers, rate_weighted(each), learning_rate, curvature, noise)
+
+
+def largest_rate(delays: Delays, workers: int, curvature: float) -> float:
+    """Return the learning rate from which on asynchronous SGD diverges; `inf` if the law has none.
+
+    Near a minimum, and while the curvature stays what it is: in nets it grows until the rate is
+    just stable. Half of it is safe, and the universal limit π/2 / (λ M) is for all laws.
+
+    >>> from paceline.delays.models import Fixed
+    >>> round(largest_rate(Fixed(1.0), workers=10, curvature=2.0), 6)
+    0.07854
+    """
+    each = [kernel_of(resolve(delays, f"w{index}", index)) for index in range(workers)]
+    if not (isfinite(curvature) and curvature > 0):
+        raise ValueError(f"curvature={curvature!r}: give the largest, finite and > 0")
+    return boundary(rate_weighted(each)) / (curvature * workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isnan
+from typing import Any
 
 from paceline.report.metrics import Meter
 
@@ -95,6 +96,23 @@ def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> 
         more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
         line += f"; nobody had tile {worst} ({missed[worst]:.0f} steps){more}"
     return line
+
+
+def forecast_line(forecast: Mapping[str, Any], meter: Meter) -> str:
+    """Say what was forecast, and what it was: the seconds until the loss was at the target."""
+    middle, low, high = (
+        "never" if seconds is None else f"{seconds:.4g}"
+        for seconds in (forecast["seconds"], *forecast["intervals"]["seconds"])
+    )
+    target = forecast["target"]
+    told = f"  forecast  {middle} s [{low}-{high}] to a loss of {target:g}"
+    columns = meter.columns
+    if meter.began and columns["loss"] and columns["loss"][0] <= target:
+        return f"{told}, which was reached before this run was resumed"
+    for loss, seconds in zip(columns["loss"], columns["seconds"], strict=True):
+        if loss <= target:
+            return f"{told}, took {seconds:.4g} s"
+    return f"{told}, which was not reached"
 
 
 def _number(count: int, name: str) -> str:

@@ -295,3 +295,14 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="seconds=inf: give what one gradient takes"):
         plan.through(inf)
     assert plan.gain < pi / 2
+
+
+def test_the_largest_rate_is_where_it_diverges() -> None:
+    for delays in (pl.Fixed(2.0), pl.Erlang(4, 1.0), [pl.Fixed(1.0), pl.Fixed(3.0)]):
+        limit = pl.largest_rate(delays, 6, 5.0)  # type: ignore[arg-type]
+        assert asynchrony(delays, 6, 0.99 * limit, 5.0).stable  # type: ignore[arg-type]
+        assert not asynchrony(delays, 6, 1.01 * limit, 5.0).stable  # type: ignore[arg-type]
+        assert limit >= 0.999 * np.pi / 2 / (6 * 5.0)  # for all laws
+    assert pl.largest_rate(pl.Exponential(1.0), 6, 5.0) == inf
+    with pytest.raises(ValueError, match="give the largest, finite and > 0"):
+        pl.largest_rate(pl.Fixed(1.0), 6, -1.0)

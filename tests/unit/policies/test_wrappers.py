@@ -113,3 +113,50 @@ def test_an_end_that_is_already_reached_is_told_at_the_first_event() -> None:
     assert kinds(pl.Until(pl.k_sync(1), steps=0), [(0.0, Joined("w0"))]) == ended
     assert kinds(pl.Until(pl.k_sync(1), seconds=1.0), [(2.0, Joined("w0"))]) == ended
     assert kinds(pl.Until(pl.k_sync(1), samples=inf), [(2.0, Joined("w0"))]) == [["Start"]]
+
+
+# --- Among ---------------------------------------------------------------------------------------
+
+
+def test_among_lets_others_do_nothing() -> None:
+    engine = pl.Simulator(4, pl.Fixed(1.0))
+    for policy in (pl.sync(), pl.k_sync(1), pl.bandit(1), pl.asynchronous(), pl.rennala(3)):
+        only = pl.Among(["w1", "w3"], policy)
+        run = pl.Trainer(pl.Timing(batch_size=6), only, engine, progress=False).fit(steps=5)
+        tasks = [c.task for entry in run.journal for c in entry.commands if isinstance(c, Start)]
+        assert {task.worker for task in tasks} == {"w1", "w3"}, policy
+        assert run.steps == 5
+
+
+def test_among_shares_the_whole_batch() -> None:
+    script = [(0.0, Joined(f"w{i}")) for i in range(3)]
+    entries = transcript(pl.MinWorkers(3, pl.Among(["w0", "w1"], pl.sync())), script, 6)
+    started = [c.task for entry in entries for c in entry.commands if isinstance(c, Start)]
+    assert [(task.worker, task.samples) for task in started] == [("w0", 3), ("w1", 3)]
+
+
+def test_among_begins_though_another_joins_last_and_hears_of_others_no_more() -> None:
+    script = [
+        *((0.0, Joined(worker)) for worker in ("w0", "w2")),
+        *[(1.0, Joined("w1")), (2.0, Left("w1")), (3.0, Done("w0"))],
+    ]
+    assert kinds(pl.MinWorkers(3, pl.Among(["w0"], pl.sync())), script) == [
+        *[[], [], ["Start"], [], ["Step", "Start"], []]
+    ]
+
+
+def test_among_counts_its_own_workers_only() -> None:
+    two = pl.Among(["w0", "w1"], pl.sync())
+    run = pl.Trainer(pl.Timing(batch_size=2), two, pl.Simulator(4), progress=False).fit(steps=3)
+    assert run.steps == 3
+
+
+def test_among_refuses_who_is_not_there() -> None:
+    engine = pl.Simulator(2)
+    with pytest.raises(ValueError, match="Among names w5; this engine has the 2 workers w0 to w1"):
+        pl.Trainer(pl.Timing(4), pl.Among(["w0", "w5"], pl.sync()), engine)
+    with pytest.raises(ValueError, match="k=2"):
+        pl.Trainer(pl.Timing(4), pl.Among(["w0"], pl.k_sync(2)), engine)
+    for names in ([], ["w0", "w0"]):
+        with pytest.raises(ValueError, match="name at least one, and each of them once"):
+            pl.Among(names, pl.sync())

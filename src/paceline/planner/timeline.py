@@ -1,0 +1,158 @@
+"""The steps of a policy on profiled workers: when each is taken, from which models, at what cost.
+
+Policies that look at no statistic decide the same whatever is learned. So they are simulated
+without arithmetic, once for all learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from paceline.core.coordinator import Coordinator, StalledError, drive
+from paceline.core.journal import Entry, Header, Journal
+from paceline.core.protocol import (
+    MAIN,
+    Cancel,
+    Discard,
+    Finished,
+    Policy,
+    Start,
+    Step,
+    Task,
+    TaskId,
+    magnitude,
+)
+from paceline.engines.base import Job
+from paceline.learners.arrays import Timing
+from paceline.planner.profile import Profile
+from paceline.planner.quadratic import Read, Reads
+from paceline.policies.wrappers import MinWorkers, Until
+from paceline.report.metrics import Meter
+
+_IDLE = 1000  # events for each worker without a step
+
+
+class Timeline:
+    """What a policy does on the workers of a profile, step by step, as far as it is asked for.
+
+    shrunk: the size of an encoded result, as a share of one that is not.
+    """
+
+    def __init__(self, policy: Policy, profile: Profile, seed: int = 0, shrunk: float = 1.0):
+        if policy.wants:
+            wants = ", ".join(sorted(map(str, policy.wants)))
+            raise ValueError(
+                f"this policy looks at {wants} of the steps, so that it cannot be timed without "
+                "arithmetic; give a fixed k"
+            )
+        if check := getattr(policy, "check", None):
+            check(profile.size, profile.batch_size)
+        self._batch, self._size = profile.batch_size, profile.size
+        self._sent = round(profile.message_bytes * shrunk) if shrunk < 1 else None
+        self.reads: list[Reads] = []
+        self.delays: list[tuple[float, float]] = []  # seconds since each read, and its weight
+        self._versions = [0.0]  # when each was there
+        self._tasks: dict[TaskId, Task] = {}
+        self._samples: dict[TaskId, int] = {}
+        header = Header("", self._batch, None, None, profile.message_bytes, profile.prices)
+        self._meter = Meter.begin(header)
+        engine = profile.engine(seed, shrunk)
+        learner = Timing(self._batch, profile.message_bytes)
+        held = Until(MinWorkers(engine.size, policy))
+        coordinator = Coordinator(held, self._batch, Journal(header, keep=False))
+        engine.open(Job(learner, learner.server(), seed=seed, min_workers=engine.size))
+        self._entries = drive({MAIN: coordinator}, engine)
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def reach(self, steps: int, seconds: float = inf) -> None:
+        """Go on until so many steps are taken, or so much time has passed."""
+        idle = 0
+        while len(self.reads) < steps and self.seconds < seconds:
+            known, found = len(self.reads), next(self._entries, None)
+            if found is None:
+                raise ValueError("this policy ends by itself; forecast the one within Until")
+            self._take(found[1])
+            idle = 0 if len(self.reads) > known else idle + 1
+            if idle > _IDLE * self._size:
+                raise StalledError(
+                    f"there was no step in {idle} events; does the policy give workers too little "
+                    "time?"
+                )
+
+    def _take(self, entry: Entry) -> None:
+        event = entry.event
+        if isinstance(event, Finished):
+            self._samples[event.task] = event.samples
+            if self._sent is not None:
+                entry = Entry(entry.now, replace(event, sent=self._sent), entry.commands)
+        self._meter.observe(entry)
+        for command in entry.commands:
+            match command:
+                case Start(task):
+                    self._tasks[task.id] = task
+                case Cancel(id) | Discard(id):
+                    self._tasks.pop(id, None)
+                    self._samples.pop(id, None)
+                case Step():
+                    self._step(command, entry.now)
+
+    def _step(self, step: Step, now: float) -> None:
+        version = len(self.reads)
+        if any(self._tasks[id].work.parts is not None for id in step.weights):
+            self.reads.append((Read(0, 1.0, 1 / self._batch),))  # decoded: the whole batch
+        else:
+            merged: dict[tuple[int, int], list[float]] = {}
+            for id, weight in step.weights.items():
+                task, share = self._tasks[id], magnitude(weight)
+                of_each = max(self._samples[id] / task.work.steps, 1.0)
+                found = merged.setdefault(
+                    (version - task.version, task.work.steps), [0.0, 0.0, 0.0]
+                )
+                found[0] += share
+                found[1] += share**2 / of_each
+                found[2] += share / of_each
+                self.delays.append((now - self._versions[task.version], share))
+            self.reads.append(
+                tuple(
+                    Read(age, weight, square / weight**2, steps, alone / weight)
+                    for (age, steps), (weight, square, alone) in sorted(merged.items())
+                )
+            )
+        self._versions.append(now)
+        if not step.keep:
+            for id in step.weights:
+                del self._tasks[id], self._samples[id]
+
+    # --- what it costs ---------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """When the last step was taken."""
+        return self._versions[-1]
+
+    def at(self, step: int) -> tuple[float, float, float]:
+        """Return the seconds, dollars and bytes by a step, beyond the last as it went before."""
+        rounds, place = divmod(step, len(self.reads))
+        here, last = self._figures(place), self._figures(len(self.reads) - 1)
+        seconds, dollars, size = (a + rounds * b for a, b in zip(here, last, strict=True))
+        return seconds, dollars, size
+
+    def _figures(self, step: int) -> tuple[float, float, float]:
+        columns = self._meter.columns
+        size = columns["down_bytes"][step] + columns["up_bytes"][step]
+        return columns["seconds"][step], columns["dollars"][step], size
+
+    def repeated(self, steps: int) -> Iterator[Reads]:
+        """Yield the reads of so many steps, again from the beginning after the last."""
+        for step in range(steps):
+            yield self.reads[step % len(self.reads)]
+
+    @property
+    def staleness(self) -> float:
+        """The mean age of what steps are taken from, in versions."""
+        pairs = [(read.age, read.weight) for reads in self.reads for read in reads]
+        return sum(a * w for a, w in pairs) / sum(w for _, w in pairs)
