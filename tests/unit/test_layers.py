@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import paceline
 
 ROOT = Path(paceline.__file__).parent
@@ -135,5 +137,15 @@ def test_no_clock_and_no_pickle() -> None:
 
 def test_what_takes_long_to_import_is_left_for_later() -> None:
     """Torch takes seconds and scipy half of one, and a run on the simulator needs neither."""
-    code = "import sys, paceline; assert not {'scipy', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, paceline; paceline.Trainer; assert not {'scipy', 'torch'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(paceline.__all__) == set(paceline._LAZY) | set(paceline._LAZY_MODULES)
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = paceline.nothing
