@@ -188,6 +188,22 @@ class Trainer:
         self._snapshot: Snapshot | None = None
         self._saved: Path | None = None
 
+    @property
+    def learner(self) -> Learner:
+        return self._learner
+
+    @property
+    def engine(self) -> TrainingEngine:
+        return self._engine
+
+    @property
+    def prices(self) -> Prices:
+        return self._prices
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
     def fit(
         self,
         *,

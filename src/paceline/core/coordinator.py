@@ -96,14 +96,22 @@ def run(coordinators: Mapping[WorkerId, Coordinator], engine: Engine) -> None:
 
 def replay(policy: Policy, journal: Journal) -> Journal:
     """Feed a journal's events to a fresh policy. Equal journals mean equal runs."""
-    coordinator = Coordinator(policy, journal.header.batch, Journal(journal.header))
-    if journal.header.state is not None:
-        if describe(policy) != journal.header.policy:
+    found = Journal(journal.header)
+    for entry in replayed(policy, journal):
+        found.append(entry)
+    return found
+
+
+def replayed(policy: Policy, journal: Journal) -> Iterator[Entry]:
+    """Yield what a fresh policy answers to each of a journal's events."""
+    header = journal.header
+    coordinator = Coordinator(policy, header.batch, Journal(header, keep=False))
+    if header.state is not None:
+        if describe(policy) != header.policy:
             raise ValueError(
-                f"the journal continues a run of {journal.header.policy}, whose state does not "
+                f"the journal continues a run of {header.policy}, whose state does not "
                 f"fit {describe(policy)}"
             )
-        coordinator.load(journal.header.state)
+        coordinator.load(header.state)
     for entry in journal:
-        coordinator.handle(entry.now, entry.event)
-    return coordinator.journal
+        yield coordinator.handle(entry.now, entry.event)

@@ -113,13 +113,14 @@ class Journal:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Journal) and len(self) == len(other) and all(map(_equal, self, other))
+            isinstance(other, Journal) and len(self) == len(other) and all(map(same, self, other))
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _equal(mine: Entry, theirs: Entry) -> bool:
+def same(mine: Entry, theirs: Entry) -> bool:
+    """Tell whether two entries are of the same event, time and commands."""
     return mine == theirs or dump_entry(mine) == dump_entry(theirs)  # nan is not equal to nan
 
 

@@ -26,7 +26,7 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
     losses = [loss for loss in columns["loss"] if not isnan(loss)]
     title = f"{steps} steps in {seconds:.4g} s"
     if nodes is not None:
-        title = f"{steps} steps of {nodes} nodes in {seconds:.4g} s"
+        title = f"{steps} steps of {_number(nodes, 'node')} in {seconds:.4g} s"
     if losses:
         title += f", loss {losses[0]:.4g} -> {losses[-1]:.4g}"
     per_step = samples / steps if steps else 0.0
