@@ -1,0 +1,62 @@
+"""The `paceline` command: its verbs, and how it fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from paceline import __version__
+from paceline.cli.journals import compare, report
+from paceline.cli.plan import plan, simulate
+from paceline.cli.profile import profile
+from paceline.cli.replay import replay
+from paceline.cli.train import train
+
+_EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # whose texts say what to do
+
+
+class Commands(click.Group):
+    """Tells of an error in one sentence on stderr, with exit code 1."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of their use
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.params["debug"]:
+                raise
+            raise click.ClickException(_told(error)) from None
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, _EXPECTED) and text:
+        return text
+    return (
+        f"{type(error).__name__}: {text}: this is a fault of Paceline; please report it with what "
+        "`paceline --debug …` prints"
+    )
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="paceline")
+@click.option("--debug", is_flag=True, help="Show where an error comes from.")
+def app(debug: bool) -> None:
+    """Train one model on unequal, unreliable, far-apart machines.
+
+    Exit codes: 0 fine, 1 the run or check failed, 2 wrong usage, 3 not the same (replay).
+    """
+
+
+for command in (train, profile, plan, simulate, replay, report, compare):
+    app.add_command(command)
+
+
+def main() -> None:
+    """Be the command."""
+    app(prog_name="paceline")

@@ -1,0 +1,124 @@
+"""Policies and codecs as text, `k_sync(6)`: read as data, never run as code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from math import inf
+from typing import Any
+
+import click
+
+import paceline
+
+POLICIES = frozenset(
+    {
+        *("sync", "k_sync", "bandit", "ata", "rennala", "ringmaster", "asynchronous", "k_async"),
+        *("local_sgd", "deadline", "coded"),
+        *("Gather", "Deadline", "Among", "Until", "MinWorkers"),
+    }
+)
+CODECS = frozenset(
+    {"BFloat16", "Half", "Int8", "Sign", "TopK", "RandomK", "LowRank", "Feedback", "Chain"}
+)
+_PARTS = frozenset(
+    {
+        *("BySpeed", "Work", "Bandit", "Allocate"),
+        *("KL", "LCB", "Thompson", "SubExponential", "Bounded", "Greedy"),
+        *("Schedule", "bound_optimal", "GrowWhenStationary", "GrowOnNoise"),
+    }
+)
+_VALUES = frozenset({"mean", "faded"})  # functions that are given as they are
+_LONGEST = 10_000  # characters
+
+
+def policy_given(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Read the value of an option that takes a policy."""
+    return _given(value, POLICIES)
+
+
+def codec_given(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Read the value of an option that takes a codec."""
+    return _given(value, CODECS)
+
+
+def _given(value: str | None, outer: Collection[str]) -> Any:
+    try:
+        return None if value is None else parse(value, outer)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
+    """Build what a text describes: calls of known names with literal arguments.
+
+    outer: the names that the whole may begin with.
+
+    >>> parse("k_sync(6)").k
+    6
+    >>> parse("k_sync(2 ** 9)")
+    Traceback (most recent call last):
+    ValueError: '2 ** 9' in 'k_sync(2 ** 9)': use numbers, texts, lists, and calls of known names
+    """
+    node = parsed(text)
+    if isinstance(node, ast.Name) and node.id in outer:
+        raise ValueError(f"{text!r} lacks its arguments; write {node.id}(…), or {node.id}()")
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise ValueError(f"{text!r} is no call; write one such as {min(outer)}(…)")
+    if node.func.id not in outer:
+        raise ValueError(f"{node.func.id!r} is unknown; known are {', '.join(sorted(outer))}")
+    try:
+        return _build(node)
+    except ValueError as error:
+        raise ValueError(str(error).replace(_HERE, f" in {text!r}:")) from None
+
+
+def parsed(text: str) -> ast.expr:
+    """Return the tree of an expression, of which nothing has been run."""
+    try:
+        if len(text) > _LONGEST:
+            raise ValueError(f"an expression may have {_LONGEST} characters, and not {len(text)}")
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} cannot be read: {error}; write it as in Python") from None
+
+
+_HERE = "\0"  # where a message names the whole text
+
+
+def _build(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None):
+            return node.value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Name(id="inf"):
+            return inf
+        case ast.Name(id=name) if name in _VALUES:
+            return getattr(paceline, name)
+        case ast.List(items) | ast.Tuple(items):
+            return [_build(item) for item in items]
+        case ast.Dict(keys, values) if None not in keys:
+            pairs = zip(keys, values, strict=True)
+            return {_build(key): _build(value) for key, value in pairs if key is not None}
+        case ast.Call(func=ast.Name(id=name)) if name in POLICIES | _PARTS | CODECS:
+            return _call(name, node)
+        case ast.Call(func=ast.Name(id=name)):
+            known = ", ".join(sorted(POLICIES | _PARTS | CODECS))
+            raise ValueError(f"{name!r}{_HERE} is unknown; known are {known}")
+    raise ValueError(
+        f"{ast.unparse(node)!r}{_HERE} use numbers, texts, lists, and calls of known names"
+    )
+
+
+def _call(name: str, node: ast.Call) -> Any:
+    given = [_build(item) for item in node.args]
+    named = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError(f"'**'{_HERE} name the arguments one by one")
+        named[keyword.arg] = _build(keyword.value)
+    try:
+        return getattr(paceline, name)(*given, **named)
+    except (TypeError, AttributeError) as error:  # too few arguments, or of a wrong kind
+        raise ValueError(f"{ast.unparse(node)}: {error}") from None

@@ -1,0 +1,122 @@
+"""`paceline plan` and `paceline simulate`: what to run, and what a run will take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from paceline.cli.expressions import codec_given, policy_given
+from paceline.cli.show import json_option, patience, print_json
+
+if TYPE_CHECKING:
+    from paceline.planner.profile import Profile
+
+FLEET = click.Path(exists=True, dir_okay=False, path_type=Path)
+_RATE = click.FloatRange(min=0, min_open=True)
+
+target_option = click.option("--target", type=float, required=True, help="The loss to be reached.")
+
+
+@click.command()
+@click.argument("fleet", type=FLEET)
+@target_option
+@click.option(
+    "--minimize",
+    type=click.Choice(["time", "dollars", "bytes"]),
+    default="time",
+    show_default=True,
+    help="What shall be least.",
+)
+@click.option("--workers", type=click.IntRange(min=1), help="Plan for the first so many only.")
+@click.option(
+    "--learning-rate", type=_RATE, help="The one to stay with; by default the best is looked for."
+)
+@json_option
+def plan(
+    fleet: Path,
+    target: float,
+    minimize: Literal["time", "dollars", "bytes"],
+    workers: int | None,
+    learning_rate: float | None,
+    as_json: bool,
+) -> None:
+    """Rank ways to train on FLEET, a file that `paceline profile` wrote."""
+    from paceline.planner.choose import plan as choose
+
+    with patience("planning"):
+        found = choose(
+            load_fleet(fleet),
+            target=target,
+            minimize=minimize,
+            workers=workers,
+            learning_rate=learning_rate,
+        )
+    if not as_json:
+        click.echo(str(found))
+        return
+    rows = [{"policy": entry.text, **entry.forecast.about()} for entry in found.entries]
+    print_json(
+        {
+            "target": found.target,
+            "minimize": found.goal,
+            "entries": rows,
+            "reason": found.reason,
+            "notes": found.notes,
+        }
+    )
+
+
+@click.command()
+@click.argument("fleet", type=FLEET)
+@click.option(
+    "--policy", callback=policy_given, metavar="POLICY", required=True, help='Such as "k_sync(6)".'
+)
+@target_option
+@click.option("--learning-rate", type=_RATE, required=True, help="Momentum included: lr / (1 - β).")
+@click.option(
+    "--codec", callback=codec_given, metavar="CODEC", help='Of results, such as "Int8()".'
+)
+@click.option(
+    "--seeds", type=click.IntRange(min=1), default=8, show_default=True, help="Simulated runs."
+)
+@json_option
+def simulate(
+    fleet: Path,
+    policy: Any,
+    target: float,
+    learning_rate: float,
+    codec: Any,
+    seeds: int,
+    as_json: bool,
+) -> None:
+    """Forecast what one policy will take on FLEET, a file that `paceline profile` wrote."""
+    from paceline.core.state import describe
+    from paceline.planner.forecast import forecast
+
+    with patience("simulating"):
+        found = forecast(
+            policy,
+            load_fleet(fleet),
+            learning_rate=learning_rate,
+            target=target,
+            codec=codec,
+            seeds=seeds,
+        )
+    if as_json:
+        print_json({"policy": describe(policy), **found.about()})
+    else:
+        click.echo(f"{describe(policy)} to a loss of {target:g}: {found}")
+
+
+def load_fleet(path: Path) -> Profile:
+    """Read a profile, and say in which file it is if it is none."""
+    from paceline.planner.profile import Profile
+
+    try:
+        return Profile.load(path)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"{path} is not a profile ({error}); write one with `paceline profile SCRIPT -o {path}`"
+        ) from None

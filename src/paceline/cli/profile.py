@@ -1,0 +1,162 @@
+"""`paceline profile`: measure the workers and the loss of a script's own trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from paceline.cli.scripts import SCRIPT, Made, at_first_fit
+from paceline.cli.show import json_option, patience, print_json, table
+
+if TYPE_CHECKING:
+    from paceline.core.protocol import Prices
+    from paceline.planner.profile import Profile
+
+
+def hourly(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> float | dict[str, float] | None:
+    """Read dollars an hour: a number for all, or w0=1.2,w1=0.3."""
+    try:
+        if value is None or "=" not in value:
+            return None if value is None else float(value)
+        pairs = (pair.split("=") for pair in value.split(","))
+        return {worker.strip(): float(price) for worker, price in pairs}
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no price; use 1.2, or w0=1.2,w1=0.3") from None
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("script", type=SCRIPT)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("fleet.json"),
+    show_default=True,
+    help="The file to write.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="How long to measure workers, on the engine's clock.",
+)
+@click.option(
+    "--floor", type=float, default=0.0, show_default=True, help="The loss of the best model."
+)
+@click.option(
+    "--prices-per-hour",
+    callback=hourly,
+    metavar="DOLLARS",
+    help="1.2 for all, or w0=1.2,w1=0.3 for each.",
+)
+@json_option
+def profile(
+    script: Path,
+    args: tuple[str, ...],
+    output: Path,
+    seconds: float,
+    floor: float,
+    prices_per_hour: float | dict[str, float] | None,
+    as_json: bool,
+) -> None:
+    """Measure what SCRIPT trains with, for `paceline plan`.
+
+    The script runs until its first fit(); what that trainer was made with is measured instead of
+    trained, and the script ends there. What it prints goes to stderr. Options that this command
+    does not know, and all after --, are the script's.
+    """
+    if not output.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {output.parent} to write {output.name} to; make it")
+
+    def measure(made: Made) -> Profile:
+        from paceline.planner.probe import profile as measured
+
+        prices = _prices(made.prices, prices_per_hour)
+        with contextlib.ExitStack() as stack:
+            if hasattr(made.engine, "__enter__"):  # it then keeps its processes all along
+                stack.enter_context(cast("contextlib.AbstractContextManager[Any]", made.engine))
+            stack.enter_context(patience("measuring"))
+            return measured(
+                made.learner,
+                made.engine,
+                seconds=seconds,
+                prices=prices,
+                floor=floor,
+                seed=made.seed,
+            )
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = at_first_fit(script, args, measure)
+    found.save(output)
+    if as_json:
+        print_json(_data(found, output))
+        return
+    click.echo(_workers(found))
+    if (surface := found.surface) is not None:
+        click.echo(
+            f"loss {surface.loss:.4g}, gradient {surface.gradient_norm:.3g}, largest curvature "
+            f"{surface.top:.3g}, of {surface.parameters} parameters"
+        )
+    for note in found.notes:
+        click.echo(f"note: {note}")
+    click.echo(f"saved {output}; next: paceline plan {output} --target LOSS")
+
+
+def _prices(known: Prices | None, per_hour: float | dict[str, float] | None) -> Prices | None:
+    """Put the given price in the place of the one that the trainer has."""
+    from dataclasses import replace
+
+    from paceline.core.protocol import Prices
+
+    return known if per_hour is None else replace(known or Prices(), per_hour=per_hour)
+
+
+def _workers(found: Profile) -> str:
+    rows = [
+        [
+            name,
+            f"{worker.compute.mean:.3g}",
+            f"{1e3 * worker.link.latency:.3g}",
+            _speed(worker.link.down),
+            _speed(worker.link.up),
+            type(worker.compute).__name__,
+        ]
+        for name, worker in found.workers.items()
+    ]
+    return table(["worker", "s/sample", "latency ms", "down MB/s", "up MB/s", "law"], rows)
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e6:.3g}" if isfinite(bytes_per_second) else "–"
+
+
+def _data(found: Profile, output: Path) -> dict[str, Any]:
+    workers = {
+        name: {
+            "seconds_per_sample": worker.compute.mean,
+            "latency": worker.link.latency,
+            "bytes_per_second_down": worker.link.down,
+            "bytes_per_second_up": worker.link.up,
+            "law": type(worker.compute).__name__,
+        }
+        for name, worker in found.workers.items()
+    }
+    surface = found.surface
+    return {
+        "file": str(output),
+        "workers": workers,
+        "batch_size": found.batch_size,
+        "message_bytes": found.message_bytes,
+        "loss": None if surface is None else surface.loss,
+        "curvature": None if surface is None else surface.top,
+        "notes": found.notes,
+    }

@@ -1,0 +1,91 @@
+"""What commands print: tables or one JSON object on stdout, how long it takes on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, TextIO
+
+import click
+
+PATIENCE = 2.0
+"""Seconds after which a command says that it is at work."""
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else."
+)
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows under their names, words to the left and numbers to the right.
+
+    >>> print(table(["worker", "s"], [["w0", "1.5"], ["w1", "12"]]))
+    worker    s
+    w0      1.5
+    w1       12
+    """
+    columns = []
+    for name, *cells in zip(names, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        words = any(cell[:1].isalpha() for cell in cells)
+        columns.append([f"{cell:{'<' if words else '>'}{width}}" for cell in (name, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def say(text: str) -> None:
+    """Print a line for people, on stderr."""
+    click.echo(text, err=True)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print one object. What is no number for JSON (nan, infinity) becomes null."""
+    click.echo(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it.
+
+    >>> plain({"a": (1.5, float("inf"))})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@contextlib.contextmanager
+def patience(text: str, after: float = PATIENCE, stream: TextIO | None = None) -> Iterator[None]:
+    """Say on stderr what goes on and for how long, if it takes longer than two seconds.
+
+    On a terminal one line is kept current; elsewhere there is a line every ten seconds.
+    """
+    out = stream or sys.stderr
+    live = out.isatty()
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait, last = after, ""
+        while not done.wait(wait):
+            line = f"{text}: {time.monotonic() - began:.0f} s"
+            out.write(f"\r\033[K{line}" if live else f"{line}\n")
+            out.flush()
+            wait, last = (1.0, "\r\033[K") if live else (10.0, "")
+        out.write(last)
+        out.flush()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,40 @@
+"""`paceline train`: run a script, and tell what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import click
+
+from paceline.cli.scripts import SCRIPT, run_script, watched
+from paceline.cli.show import json_option, print_json, say
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@json_option
+@click.argument("script", type=SCRIPT)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def train(script: Path, args: tuple[str, ...], as_json: bool) -> None:
+    """Run SCRIPT with ARGS, as `python SCRIPT ARGS` would.
+
+    The last run's summary is printed, unless the script asks for one itself. Options go before
+    SCRIPT; all that follows it is the script's.
+    """
+    code: object = 0
+    with watched() as seen, contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        try:
+            run_script(script, args)
+        except SystemExit as end:
+            code = end.code
+    if as_json:
+        print_json({"runs": seen.runs})
+    elif seen.last is None:
+        say(f"{script} ended without a Trainer whose fit() is called")
+    elif not seen.summarized:
+        click.echo(seen.last.summary())
+    if code or seen.failed:
+        sys.exit(code or 1)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Journals are reported, compared and replayed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+import paceline as pl
+
+Paceline = Callable[..., Result]
+
+
+def train(path: Path, policy: pl.Gather) -> pl.Run:
+    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    trainer = pl.Trainer(learner, policy, engine, journal=path, progress=False)
+    return trainer.fit(steps=20)
+
+
+def test_a_report_is_the_summary_of_the_run(paceline: Paceline, tmp_path: Path) -> None:
+    run = train(tmp_path / "a.jsonl", pl.k_sync(2))
+    found = paceline("report", tmp_path / "a.jsonl")
+    first, rest = found.stdout.split("\n", 1)
+    assert first.startswith("Gather(k=2) on Simulator(workers=3")
+    assert rest == run.summary() + "\n"
+
+
+def test_a_report_as_json(paceline: Paceline, journal: Path) -> None:
+    data = json.loads(paceline("report", journal, "--json").stdout)
+    assert data["steps"] == 20 and data["ended"] == "20 steps taken"
+    assert data["dollars"] == pytest.approx(data["busy_seconds"] / 100)
+    assert data["samples"] == 240
+
+
+def test_a_journal_that_is_cut_off_is_reported_as_far_as_it_goes(
+    paceline: Paceline, journal: Path
+) -> None:
+    text = journal.read_text()
+    journal.write_text(text[: 2 * len(text) // 3])
+    found = paceline("report", journal)
+    assert "(ended: not yet, or the journal is cut off)" in found.stdout
+
+
+def test_a_report_of_a_run_without_a_main_node(paceline: Paceline, tmp_path: Path) -> None:
+    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    policy = pl.Gossip(pl.ring(3))
+    path = tmp_path / "g.jsonl"
+    pl.Trainer(learner, policy, engine, journal=path, progress=False).fit(steps=5)
+    found = paceline("report", tmp_path / "g-w0.jsonl")
+    assert found.exit_code == 0, found.stderr
+    assert " steps of 1 node in " in found.stdout
+
+
+def test_runs_side_by_side(paceline: Paceline, tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    train(paths[0], pl.k_sync(2))
+    train(paths[1], pl.sync())
+    head, *rows = paceline("compare", *paths).stdout.splitlines()
+    names = ["journal", "policy", "steps", "seconds", "loss", "samples/s", "waiting", "bytes"]
+    assert head.split() == [*names, "dollars"]
+    assert [row.split()[1] for row in rows] == ["Gather(k=2)", "Gather()"]
+    assert [row.split()[-1] for row in rows] == ["–", "–"]
+    data = json.loads(paceline("compare", "--json", *paths).stdout)
+    assert [run["journal"] for run in data["runs"]] == [str(path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["k_sync(2)", "bandit(2)", "asynchronous()", "ringmaster(4)", "Gather(placement=BySpeed())"],
+)
+def test_a_replay_is_the_same(paceline: Paceline, tmp_path: Path, policy: str) -> None:
+    from paceline.cli.expressions import parse
+
+    path = tmp_path / "a.jsonl"
+    train(path, parse(policy))
+    for args in ([], ["--policy", policy]):
+        found = paceline("replay", path, *args)
+        assert found.exit_code == 0, found.output
+        assert found.stdout.startswith("the same: all ")
+
+
+def test_where_a_replay_differs(paceline: Paceline, journal: Path) -> None:
+    found = paceline("replay", journal, "--policy", "rennala(2)")
+    assert found.exit_code == 3
+    first, recorded, replayed = found.stdout.splitlines()
+    assert first.startswith("not the same: at entry 4 of ")
+    assert recorded == "  journal  no command"
+    assert replayed.startswith("  replay   Start(task=Task(id=3, ")
+    found = paceline("replay", journal, "--policy", "rennala(2)", "--json")
+    assert found.exit_code == 3
+    data = json.loads(found.stdout)
+    assert (data["same"], data["entry"], data["recorded"]) == (False, 4, "no command")
+
+
+def test_a_resumed_run_is_replayed(paceline: Paceline, tmp_path: Path) -> None:
+    def trainer() -> pl.Trainer:
+        learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+        engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+        saves = pl.Checkpoints(tmp_path / "saved", every=5)
+        path = tmp_path / "a.jsonl"
+        return pl.Trainer(
+            learner, pl.k_sync(2), engine, journal=path, progress=False, checkpoints=saves
+        )
+
+    trainer().fit(steps=10)
+    trainer().resume(tmp_path / "saved").fit(steps=20)
+    path = tmp_path / "a-10.jsonl"
+    assert paceline("replay", path).exit_code == 0
+    assert paceline("replay", path, "--policy", "k_sync(2)").exit_code == 0
+    found = paceline("replay", path, "--policy", "k_sync(3)")
+    assert found.exit_code == 1 and "continues a run of" in found.stderr
+
+
+def test_policies_that_have_no_text_must_be_given(paceline: Paceline, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    pl.Trainer(learner, pl.coded(1), engine, journal=path, progress=False).fit(steps=5)
+    found = paceline("replay", path)
+    assert found.exit_code == 1 and "give it as --policy" in found.stderr
+    assert paceline("replay", path, "--policy", "coded(1)").exit_code == 0
+
+
+def test_a_file_that_is_no_journal_is_named(paceline: Paceline, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for text in (
+        "",
+        "[1]\n",
+        '{"format": 9}\n',
+        '{"format": 1, "wings": 2}\n',
+        '{"format": 1}\n{}\n',
+    ):
+        path.write_text(text)
+        for command in ("report", "compare", "replay"):
+            found = paceline(command, path)
+            assert found.exit_code == 1
+            assert "a.jsonl is not a journal" in found.stderr

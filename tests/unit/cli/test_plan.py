@@ -1,0 +1,77 @@
+"""Plans and forecasts are those of the library, printed or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+import paceline as pl
+
+Paceline = Callable[..., Result]
+
+
+def test_a_plan_is_printed(paceline: Paceline, fleet: Path) -> None:
+    found = paceline("plan", fleet, "--target", "0.5", "--learning-rate", "0.2")
+    assert found.exit_code == 0, found.stderr
+    plan = pl.plan(pl.Profile.load(fleet), target=0.5, learning_rate=0.2)
+    assert found.stdout == f"{plan}\n"
+
+
+def test_a_plan_as_json(paceline: Paceline, fleet: Path) -> None:
+    args = ("--target", "0.5", "--minimize", "dollars", "--workers", "2", "--json")
+    data = json.loads(paceline("plan", fleet, *args).stdout)
+    assert data["minimize"] == "dollars"
+    dollars = [entry["dollars"] for entry in data["entries"]]
+    assert dollars[0] <= 1.03 * min(dollars)
+    assert {"policy", "learning_rate", "seconds", "risk"} <= set(data["entries"][0])
+
+
+def test_rows_of_a_plan_can_be_simulated(paceline: Paceline, fleet: Path) -> None:
+    data = json.loads(paceline("plan", fleet, "--target", "0.5", "--json").stdout)
+    for entry in data["entries"]:
+        args = ("--target", "0.5", "--learning-rate", entry["learning_rate"], "--seeds", "1")
+        found = paceline("simulate", fleet, "--policy", entry["policy"], *args)
+        assert found.exit_code == 0, found.stderr
+
+
+def test_a_forecast(paceline: Paceline, fleet: Path) -> None:
+    args = ("--target", "0.5", "--learning-rate", "0.2", "--json")
+    quick, slow = (
+        json.loads(paceline("simulate", fleet, "--policy", policy, *args).stdout)
+        for policy in ("k_sync(2)", "sync()")
+    )
+    expected = pl.forecast(pl.k_sync(2), pl.Profile.load(fleet), learning_rate=0.2, target=0.5)
+    assert quick["seconds"] == expected.seconds
+    assert slow["seconds"] > 2 * quick["seconds"]
+    found = paceline("simulate", fleet, "--policy", "k_sync(2)", *args[:-1], "--codec", "Half()")
+    assert found.stdout.startswith("Gather(k=2) to a loss of 0.5: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["--policy", "exit()"], 2, "'exit' is unknown"),
+        (["--policy", "k_sync(9)"], 1, "k=9"),
+        (["--policy", "k_sync(2)", "--codec", "k_sync(2)"], 2, "'k_sync' is unknown"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    paceline: Paceline, fleet: Path, args: list[str], code: int, told: str
+) -> None:
+    found = paceline("simulate", fleet, *args, "--target", "0.5", "--learning-rate", "0.2")
+    assert found.exit_code == code
+    assert told in found.stderr and not found.stdout
+
+
+def test_a_file_that_is_no_profile_is_named(paceline: Paceline, tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format": 1}', "\x00"):
+        path = tmp_path / "fleet.json"
+        path.write_text(text)
+        found = paceline("plan", path, "--target", "0.5")
+        assert found.exit_code == 1
+        assert "fleet.json is not a profile" in found.stderr
+    assert "paceline profile" in found.stderr
