@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from paceline import __version__
+from paceline.cli.doctor import doctor
 from paceline.cli.journals import compare, report
 from paceline.cli.plan import plan, simulate
 from paceline.cli.profile import profile
@@ -53,7 +54,7 @@ def app(debug: bool) -> None:
     """
 
 
-for command in (train, profile, plan, simulate, replay, report, compare):
+for command in (train, profile, plan, simulate, replay, report, compare, doctor):
     app.add_command(command)
 
 

@@ -1,0 +1,282 @@
+"""`paceline doctor`: is everything there, who can be reached, and how quick is it?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import click
+
+from paceline.cli.show import json_option, patience, print_json, table
+
+RAY = (2, 59)
+"""The oldest Ray, see pyproject.toml."""
+ROOM = 2**30
+"""Bytes of memory, and of shared memory, that a cluster here has its objects in."""
+SLOW = 2.0
+"""Times slower than the quickest, from which on a worker is worth a word."""
+_REACH = 5.0  # seconds to answer at all
+_GRACE = 10.0  # seconds beyond the timeout, for Ray to start and to end
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at, and what to do about it."""
+
+    level: Literal["ok", "warning", "error"]
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:8} {self.text}" + (f"\n{'':8} -> {self.fix}" if self.fix else "")
+
+
+@click.command()
+@click.option("--address", help="Of a running cluster, or auto; by default one is started here.")
+@click.option("--workers", type=click.IntRange(min=1), help="How many to start and measure.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="Seconds for the cluster to answer.",
+)
+@json_option
+def doctor(address: str | None, workers: int | None, timeout: float, as_json: bool) -> None:
+    """Check this machine and a Ray cluster, and measure its workers.
+
+    Exit code 1 if something would keep a run from working; warnings do not count.
+    """
+    mine = host()
+    findings = list(of_host(mine))
+    cluster: Mapping[str, Any] = {}
+    if not any(finding.level == "error" for finding in findings):
+        with patience("asking Ray"):
+            cluster = ask(address, workers, timeout)
+        findings += of_cluster(cluster, mine, address)
+    found = cluster.get("workers", {})
+    if as_json:
+        told = [asdict(finding) for finding in findings]
+        print_json({"host": mine, "cluster": cluster, "findings": told})
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        if found:
+            click.echo("\n" + _measured(found))
+    if any(finding.level == "error" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+def host() -> dict[str, Any]:
+    """Return figures of this machine; without Ray, what can be known without it."""
+    try:
+        from paceline.engines.ray.checkup import host as known
+    except ImportError as error:
+        return {"missing": str(error), "versions": {"python": platform.python_version()}}
+    return known()
+
+
+def ask(address: str | None, workers: int | None, timeout: float) -> dict[str, Any]:
+    """Have another process examine the cluster, and end it if it takes too long."""
+    if (silent := _silent(address)) is not None:
+        return {"error": silent}
+    given = json.dumps({"address": address, "workers": workers, "timeout": timeout})
+    command = [sys.executable, "-m", "paceline.engines.ray.checkup", given]
+    return answer_of(command, timeout + _GRACE)
+
+
+def answer_of(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Return the last line that a process prints, as JSON; end it and what it started in time."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # with all that it starts
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer in {seconds:g} s"}
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = output.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        answer = None
+    if isinstance(answer, dict):
+        return answer
+    return {"error": f"Ray ended with code {process.returncode} and without an answer"}
+
+
+def _silent(address: str | None) -> str | None:
+    """Say that nobody answers at HOST:PORT, if so; Ray itself takes long to find out."""
+    name, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return None
+    try:
+        socket.create_connection((name, int(port)), _REACH).close()
+    except (OSError, OverflowError) as error:
+        return f"nobody answers at {address} ({error})"
+    return None
+
+
+# --- what to think of it -----------------------------------------------------------------------
+
+
+def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge this machine."""
+    there = mine["versions"]
+    if "missing" in mine or "ray" not in there:
+        why = mine.get("missing", "it is not installed")
+        yield Finding("error", f"Ray cannot be used: {why}", 'pip install "ray[default]"')
+        return
+    told = ", ".join(f"{name} {version}" for name, version in there.items())
+    if _release(there["ray"]) < RAY:
+        wanted = ".".join(map(str, RAY))
+        yield Finding("error", f"{told}: Ray is too old", f'pip install "ray[default]>={wanted}"')
+    elif "torch" not in there:
+        yield Finding("error", f"{told}: PyTorch is missing", "pip install torch")
+    else:
+        yield Finding("ok", told)
+    free, shared = mine["free_memory"], mine["shared_memory"]
+    text = f"{mine['cores']} cores, {_size(free)} of {_size(mine['memory'])} memory free"
+    if free is not None and free < ROOM:
+        yield Finding("warning", text, "end what needs memory: a cluster here takes 1 GiB")
+    else:
+        yield Finding("ok", text)
+    if shared is not None and shared < ROOM:
+        fix = "give it more: docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
+        yield Finding("warning", f"{_size(shared)} of shared memory free, Ray wants 1 GiB", fix)
+    elif shared is not None:
+        yield Finding("ok", f"{_size(shared)} of shared memory free")
+    threads = mine["threads"]
+    text = ", ".join(f"{name}={value}" for name, value in threads.items())
+    many = [n for n, v in threads.items() if v.isdigit() and int(v) > (mine["cores"] or 1)]
+    if many:
+        fix = f"export {many[0]}={mine['cores']}, or less"
+        yield Finding("warning", f"{text}: more threads than cores", fix)
+    else:
+        yield Finding("ok", text or "threads are not limited here; Ray limits those of workers")
+
+
+def of_cluster(
+    cluster: Mapping[str, Any], mine: Mapping[str, Any], address: str | None
+) -> Iterator[Finding]:
+    """Judge what a cluster said, or that it said nothing."""
+    if "error" in cluster:
+        fix = (
+            "on the head: ray start --head --port 6379; here: --address HOST:6379, a port that no "
+            "firewall closes, and the same RAY_AUTH_MODE and token"
+            if address
+            else "try `ray start --head`, which says more"
+        )
+        yield Finding("error", f"Ray: {cluster['error']}", fix)
+        return
+    nodes, workers = cluster["nodes"], cluster["workers"]
+    cpus = sum(node["cpus"] for node in nodes)
+    where = "started here for this check" if cluster["started"] else f"at {address}"
+    count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    yield Finding("ok", f"Ray {cluster['ray']} {where}: {count}, {cpus:g} CPUs")
+    yield _authentication(cluster)
+    yield from _versions(workers, mine)
+    yield from _threads(workers)
+    yield from _speeds(workers)
+
+
+def _authentication(cluster: Mapping[str, Any]) -> Finding:
+    if cluster["authentication"] == "token":
+        return Finding("ok", "authenticated by a token")
+    if all(node["address"].startswith("127.") for node in cluster["nodes"]):
+        return Finding("ok", "not authenticated, and to be reached from this machine alone")
+    return Finding(
+        "warning",
+        "not authenticated: whoever reaches a port of the cluster can run code on it",
+        "ray get-auth-token --generate, the same token on all machines, and RAY_AUTH_MODE=token",
+    )
+
+
+def _versions(workers: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, here in mine["versions"].items():
+        others = {
+            worker: facts["versions"].get(name, "missing") for worker, facts in workers.items()
+        }
+        if differing := [worker for worker, version in others.items() if version != here]:
+            told = ", ".join(f"{worker} {others[worker]}" for worker in differing[:4])
+            level: Literal["error", "warning"] = "warning" if name == "numpy" else "error"
+            fix = f"install {name} {here} there" if name != "python" else f"use Python {here} there"
+            yield Finding(level, f"{name} is {here} here, and otherwise: {told}", fix)
+
+
+def _threads(workers: Mapping[str, Any]) -> Iterator[Finding]:
+    on = Counter(facts["node"] for facts in workers.values())
+    seen = set()
+    for worker, facts in workers.items():
+        node, cores = facts["node"], facts["cores"] or 1
+        if node in seen:
+            continue
+        seen.add(node)
+        told = facts["threads"].get("OMP_NUM_THREADS", "")
+        threads = int(told) if told.isdigit() else cores
+        if on[node] * threads > cores:
+            text = (
+                f"{facts['host']} has {cores} cores for {on[node]} workers of {threads} threads "
+                f"each ({worker} and others): they slow each other down"
+            )
+            fewer = f"use {cores} workers there or fewer"
+            fix = (
+                fewer if threads == 1 else f"export OMP_NUM_THREADS=1 before ray start, or {fewer}"
+            )
+            yield Finding("warning", text, fix)
+
+
+def _speeds(workers: Mapping[str, Any]) -> Iterator[Finding]:
+    speeds = {worker: facts["gigaflops"] for worker, facts in workers.items()}
+    quick, slow = max(speeds, key=speeds.__getitem__), min(speeds, key=speeds.__getitem__)
+    times = speeds[quick] / speeds[slow]
+    if times >= SLOW:
+        yield Finding(
+            "warning",
+            f"{slow} is {times:.1f} times as slow as {quick}",
+            "do not wait for it: `paceline profile` and `paceline plan` say which policy pays",
+        )
+
+
+def _measured(workers: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            facts["host"],
+            str(facts["cores"]),
+            _size(facts["free_memory"]),
+            facts["threads"].get("OMP_NUM_THREADS", "all"),
+            f"{facts['gigaflops']:.3g}",
+            f"{1e3 * facts['latency']:.3g}",
+            f"{facts['bytes_per_second'] / 1e6:.4g}",
+        ]
+        for name, facts in workers.items()
+    ]
+    columns = ("worker", "host", "cores", "free", "threads", "Gflop/s", "latency ms", "MB/s")
+    return table(columns, rows)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _size(count: int | None) -> str:
+    from paceline.report.text import in_bytes
+
+    return "an unknown part" if count is None else in_bytes(count)
