@@ -64,13 +64,10 @@ def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
     if isinstance(node, ast.Name) and node.id in outer:
         raise ValueError(f"{text!r} lacks its arguments; write {node.id}(…), or {node.id}()")
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise ValueError(f"{text!r} is no call; write one such as {min(outer)}(…)")
+        raise ValueError(f"{text!r} is no call of {', '.join(sorted(outer))}")
     if node.func.id not in outer:
         raise ValueError(f"{node.func.id!r} is unknown; known are {', '.join(sorted(outer))}")
-    try:
-        return _build(node)
-    except ValueError as error:
-        raise ValueError(str(error).replace(_HERE, f" in {text!r}:")) from None
+    return _build(node, text)
 
 
 def parsed(text: str) -> ast.expr:
@@ -83,10 +80,8 @@ def parsed(text: str) -> ast.expr:
         raise ValueError(f"{text!r} cannot be read: {error}; write it as in Python") from None
 
 
-_HERE = "\0"  # where a message names the whole text
-
-
-def _build(node: ast.expr) -> Any:
+def _build(node: ast.expr, text: str) -> Any:
+    """Build a part of a text."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return node.value
@@ -97,27 +92,27 @@ def _build(node: ast.expr) -> Any:
         case ast.Name(id=name) if name in _VALUES:
             return getattr(paceline, name)
         case ast.List(items) | ast.Tuple(items):
-            return [_build(item) for item in items]
-        case ast.Dict(keys, values) if None not in keys:
+            return [_build(item, text) for item in items]
+        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
             pairs = zip(keys, values, strict=True)
-            return {_build(key): _build(value) for key, value in pairs if key is not None}
+            return {_build(key, text): _build(value, text) for key, value in pairs if key}
         case ast.Call(func=ast.Name(id=name)) if name in POLICIES | _PARTS | CODECS:
-            return _call(name, node)
+            return _call(name, node, text)
         case ast.Call(func=ast.Name(id=name)):
             known = ", ".join(sorted(POLICIES | _PARTS | CODECS))
-            raise ValueError(f"{name!r}{_HERE} is unknown; known are {known}")
+            raise ValueError(f"{name!r} in {text!r} is unknown; known are {known}")
     raise ValueError(
-        f"{ast.unparse(node)!r}{_HERE} use numbers, texts, lists, and calls of known names"
+        f"{ast.unparse(node)!r} in {text!r}: use numbers, texts, lists, and calls of known names"
     )
 
 
-def _call(name: str, node: ast.Call) -> Any:
-    given = [_build(item) for item in node.args]
+def _call(name: str, node: ast.Call, text: str) -> Any:
+    given = [_build(item, text) for item in node.args]
     named = {}
     for keyword in node.keywords:
         if keyword.arg is None:
-            raise ValueError(f"'**'{_HERE} name the arguments one by one")
-        named[keyword.arg] = _build(keyword.value)
+            raise ValueError(f"'**' in {text!r}: name the arguments one by one")
+        named[keyword.arg] = _build(keyword.value, text)
     try:
         return getattr(paceline, name)(*given, **named)
     except (TypeError, AttributeError) as error:  # too few arguments, or of a wrong kind

@@ -110,8 +110,11 @@ def driven(policy: Policy | None, text: str) -> Policy:
         return named
     if isinstance(policy, Until):
         return policy
-    outer = _arguments(parsed(text), "Until") if text else None
-    inner = None if outer is None else _arguments(outer.pop("inner"), "MinWorkers")
+    try:
+        outer = _arguments(parsed(text), "Until")
+        inner = None if outer is None else _arguments(outer.pop("inner"), "MinWorkers")
+    except ValueError:  # of a policy that is driven by something else than a trainer
+        return policy
     if outer is None or inner is None:
         return policy
     ends = {name: ast.literal_eval(value) for name, value in outer.items()}

@@ -116,6 +116,14 @@ def test_a_resumed_run_is_replayed(paceline: Paceline, tmp_path: Path) -> None:
     assert found.exit_code == 1 and "continues a run of" in found.stderr
 
 
+def test_a_journal_that_no_trainer_wrote(paceline: Paceline, tmp_path: Path) -> None:
+    coordinator = pl.Coordinator(pl.sync(), journal=pl.Journal(path=tmp_path / "a.jsonl"))
+    coordinator.handle(0.0, pl.Joined("w0"))
+    coordinator.journal.close()
+    found = paceline("replay", tmp_path / "a.jsonl", "--policy", "sync()")
+    assert found.exit_code == 0, found.stderr
+
+
 def test_policies_that_have_no_text_must_be_given(paceline: Paceline, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
