@@ -1,11 +1,12 @@
-"""At which learning rate asynchronous SGD of a CNN diverges, by theory and in fact.
+"""At which learning rate asynchronous SGD of a CNN becomes unstable, by theory and in fact.
 
 A CNN is trained for a while with everybody waiting for everybody, and its largest curvature is
 measured. From that model on 8 workers go on asynchronously in simulated time, with real
 arithmetic. Theory gives the learning rate from which on this is unstable, from the curvature, the
 number of workers and the law of their times alone; it is found in fact by bisection, to 9 %. A run
-counts as diverged if the loss of ten results on the average is above twice that of the model it
-began from, within 300 steps.
+counts as unstable if within 300 steps the loss of 20 results on the average is a tenth above that
+of the model it began from; below the limit it falls. It seldom grows without end: a net moves to
+where it is flatter, and goes on from a higher loss.
 
 What theory cannot know is how the curvature changes on the way: it grows until the learning rate
 is just stable (the edge of stability: Cohen et al., 2021, arXiv 2103.00065), most of all early.
@@ -33,9 +34,9 @@ from paceline.delays.models import Delay
 from paceline.planner.asynchrony import largest_rate
 from paceline.planner.curvature import measure_curvature
 
-WORKERS, SHARE = 8, 128  # samples of each result
+WORKERS, SHARE = 8, 256  # samples of each result
 FACTOR = 1.5
-STEPS = 300
+STEPS, RISEN = 300, 1.1
 LAWS: dict[str, Delay] = {
     "nearly fixed": pl.ShiftedExponential(0.9, 0.1),
     "Erlang 4": pl.Erlang(4, 1.0),
@@ -89,7 +90,7 @@ def diverges(
 
     def risen(progress: pl.Progress) -> bool:
         recent.append(progress.loss)
-        return len(recent) >= 10 and not float(np.mean(recent[-10:])) < 2 * first
+        return len(recent) >= 20 and not float(np.mean(recent[-20:])) < RISEN * first
 
     run = pl.Trainer(
         learner(copy.deepcopy(model), data, lr), pl.asynchronous(damping=False),
@@ -150,7 +151,7 @@ def measure(quick: bool) -> tuple[dict[str, Any], bool]:
                 }
             )  # fmt: skip
             print(f"  {rows[-1]}", flush=True)
-    print(f"\n8 workers, a CNN on {'digits' if quick else 'Fashion-MNIST'}: it diverges from")
+    print(f"\n8 workers, a CNN on {'digits' if quick else 'Fashion-MNIST'}: it is unstable from")
     table(["begun from", "loss", "curvature", "by theory", "in fact", "ratio"], rows)
     ok = all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
     return {"rates": figures, "seconds": round(time.monotonic() - began, 1)}, ok
