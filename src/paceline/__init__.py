@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.callbacks import Callback, Progress
+    from paceline.callbacks import Callback, Live, Progress
     from paceline.checkpoint import CheckpointError, Checkpoints
     from paceline.codecs.chain import Chain
     from paceline.codecs.feedback import DeepGradient, Feedback
@@ -93,7 +93,7 @@ __version__ = "0.1.0"
 
 # Everything is imported when first used, so that `import paceline` and the command are quick.
 _HOMES = {
-    "paceline.callbacks": "Callback Progress",
+    "paceline.callbacks": "Callback Live Progress",
     "paceline.checkpoint": "CheckpointError Checkpoints",
     "paceline.codecs.chain": "Chain",
     "paceline.codecs.feedback": "DeepGradient Feedback",
@@ -188,6 +188,7 @@ __all__ = [
     "LeastSquares",
     "Left",
     "Link",
+    "Live",
     "LogNormal",
     "Logistic",
     "LowRank",

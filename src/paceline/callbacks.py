@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import nan
 from typing import Any, TextIO
 
+from paceline.core.journal import Header
+from paceline.core.protocol import WorkerId
 from paceline.report.metrics import Meter
 from paceline.report.text import throughput
+from paceline.report.workers import Tally, in_order
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class Progress:
     waiting: float  # the share of the workers' time in which they had nothing to do
     throughput: float  # samples used per second
     workers: int
+    results: int  # that this step was made of
+    delay: float  # the mean of how many versions they were behind
+    started: int  # tasks so far, and of these
+    wasted: int  # those whose result was not used and never will be
+    down_bytes: int
+    up_bytes: int
+    dollars: float  # 0.0 without prices
     _model: Callable[[], Any]
     _stop: Callable[[str], None]
 
@@ -37,10 +47,28 @@ class Progress:
         self._stop(reason)
 
 
+@dataclass(frozen=True)
+class Live:
+    """A run while it goes on: what it is of, and its figures, which may be read at any time."""
+
+    header: Header  # policy, batch, seed, versions, forecast
+    meters: Mapping[WorkerId, Meter]  # of each node that decides, "main" if there is but one
+    total: Meter  # of all of them
+    now: Callable[[], float]  # the seconds of the run, also between two events
+
+    def workers(self) -> dict[WorkerId, Tally]:
+        """Return the figures of each worker, in the order of their names' numbers."""
+        if len(self.meters) == 1:
+            found = dict(self.total.workers)
+        else:  # every node is its own worker
+            found = {node: meter.workers[node] for node, meter in self.meters.items()}
+        return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
+
+
 class Callback:
     """Told of a run's beginning, steps and end. Override what is of interest."""
 
-    def started(self) -> None: ...
+    def started(self, live: Live) -> None: ...
 
     def stepped(self, progress: Progress) -> None: ...
 
@@ -99,6 +127,13 @@ def progress_of(
         waiting=meter.waiting,
         throughput=throughput(meter),
         workers=workers,
+        results=int(columns["results"][-1]),
+        delay=columns["delay"][-1],
+        started=meter.started,
+        wasted=meter.wasted,
+        down_bytes=meter.down_bytes,
+        up_bytes=meter.up_bytes,
+        dollars=meter.dollars,
         _model=model,
         _stop=stop,
     )

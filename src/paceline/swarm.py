@@ -78,7 +78,7 @@ class Swarm:
             )
         self.policy = replace(policy, tiled=tiles is not None)
         tensors = tensors_of(learner.server().layout)
-        common = Header(
+        self.header = common = Header(
             describe(self.policy), learner.batch_size, about, None, learner.message_bytes, prices,
             () if tiles is None else tuple(tiles.sizes.tolist()),
         )  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paceline.checkpoint as checkpoint
-from paceline.callbacks import Callback, Progress, ProgressLine, progress_of
+from paceline.callbacks import Callback, Live, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
@@ -241,8 +241,9 @@ class Trainer:
         ended = _Reason()
         with contextlib.ExitStack() as finally_:
             finally_.callback(ended.tell, self._callbacks)
+            live = Live(coordinator.journal.header, {MAIN: meter}, meter, self._engine.now)
             for callback in self._callbacks:
-                callback.started()
+                callback.started(live)
             finally_.callback(coordinator.journal.close)
             finally_.callback(self._engine.close)
             try:
@@ -302,8 +303,9 @@ class Trainer:
         engine, ended = self._engine.peers(), _Reason()
         with contextlib.ExitStack() as finally_:
             finally_.callback(ended.tell, self._callbacks)
+            live = Live(swarm.header, swarm.meter.nodes, swarm.meter.total, engine.now)
             for callback in self._callbacks:
-                callback.started()
+                callback.started(live)
             finally_.enter_context(_ctrl_c(engine.stop))
             limits = Ends(ends["steps"] * nodes, ends["samples"], ends["seconds"], until)
             ended.text = swarm.train(engine, limits, self._callbacks)

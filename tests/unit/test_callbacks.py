@@ -9,8 +9,8 @@ from math import isnan
 import pytest
 
 import paceline as pl
-from paceline.callbacks import Callback, Progress, ProgressLine, progress_of
-from paceline.core.journal import Entry
+from paceline.callbacks import Callback, Live, Progress, ProgressLine, progress_of
+from paceline.core.journal import Entry, Header
 from paceline.core.protocol import Finished, Joined, Start, Step, Task, Work
 from paceline.report.metrics import Meter
 
@@ -30,7 +30,11 @@ class Clock:
 
 
 def progress(step: int = 1, **changed: float) -> Progress:
-    made = Progress(step, 2.5, 0.125, 64, 0.5, 0.25, 25.6, 4, SERVER.model, lambda reason: None)
+    made = Progress(
+        *(step, 2.5, 0.125, 64, 0.5, 0.25, 25.6, 4, 4, 0.0, 5, 1, 800, 640, 0.0),
+        SERVER.model,
+        lambda reason: None,
+    )
     return replace(made, **changed)  # type: ignore[arg-type]
 
 
@@ -109,6 +113,6 @@ def test_progress_is_read_from_the_figures() -> None:
 
 def test_a_callback_may_leave_everything_out() -> None:
     silent = Callback()
-    silent.started()
+    silent.started(Live(Header(), {}, Meter(), lambda: 0.0))
     silent.stepped(progress())
     silent.ended("done")

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "report",
     },
     "report": {"core"},
-    "callbacks": {"learners", "report"},
+    "callbacks": {"core", "learners", "report"},
     "checkpoint": {"core", "learners"},
     "trainer": {
         "core",

@@ -182,7 +182,7 @@ class Noting(pl.Callback):
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def started(self) -> None:
+    def started(self, live: pl.Live) -> None:
         self.log.append(f"{self.name} started")
 
     def stepped(self, progress: pl.Progress) -> None:

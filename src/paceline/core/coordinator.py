@@ -43,7 +43,8 @@ class Coordinator:
         commands: tuple[Command, ...] = ()
         news = ledger.record(now, event)
         if isinstance(event, Finished) and not news:
-            commands = (Discard(event.task),)  # too late: nobody waits for it
+            if event.task not in ledger.held:  # else it came twice, and the first one counts
+                commands = (Discard(event.task),)  # too late: nobody waits for it
         elif ledger.stopped is None:
             if isinstance(event, Interrupted):
                 commands = (ledger.apply(Stop(event.reason)),)

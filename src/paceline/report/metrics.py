@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,10 @@ from paceline.core.protocol import (
     WorkerId,
     magnitude,
 )
+from paceline.report.workers import Fate, Span, Tally
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
-Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,12 @@ class Meter:
     peer: Peer | None = None  # whose figures these are, if there is no main node
     letters: int = 0  # to peers, each counted
     tensors_sent: int = 0  # in them
+    workers: dict[WorkerId, Tally] = field(default_factory=dict)
+    listener: Callable[[Span], None] | None = None  # told of each task when its fate is known
     last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
+    _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
     _busy: int = 0  # workers that have a task
     _present: set[WorkerId] = field(default_factory=set)
@@ -113,54 +115,41 @@ class Meter:
         for task in books.running.values():
             meter._start(task)
         meter._held = dict(books.held)
+        for result in books.held.values():  # whose worker may be gone
+            meter.workers.setdefault(result.task.worker, Tally())
         return meter
 
     def observe(self, entry: Entry) -> None:
         self._pass_time(entry.now)
         match entry.event:
+            case Finished() as event:
+                self._finish(event, entry.now)
             case Joined(worker):
                 self._join(worker)
             case Left(worker):
                 for id in list(self._of_worker.get(worker, ())):
-                    self._end(id)
-                    self.lost += 1
+                    self._settle(self._end(id), entry.now, "lost")
                 self._leave(worker)
-            case Finished(id, samples, seconds, stats, _, measured, got):
-                self.compute_seconds += seconds
-                if id in self._running:
-                    charged = self._charged.get(id, got or 0)  # by the run before, if resumed
-                    task = self._end(id)
-                    self._held[id] = Result(task, entry.now, samples, seconds, stats)
-                    sent = -(-self.message_bytes // task.work.messages)
-                    sent = sent if measured is None else measured
-                    if got is not None:  # it was charged as its worker's last one when it started
-                        self.down_bytes += got - charged
-                        self._pay_message(task.worker, got - charged)
-                        if self.peer is None:
-                            self._got[task.worker] = got
-                    self.up_bytes += sent
-                    self._pay_message(task.worker, sent)
         for command in entry.commands:
             match command:
                 case Start(task):
                     self._start(task)
                     self.started += 1
+                    self.workers[task.worker].started += 1
                     down = self._got.get(task.worker, self.message_bytes)
                     if self.peer is not None:
                         down = 0
                     self._charged[task.id] = down
-                    self.down_bytes += down
-                    self._pay_message(task.worker, down)
+                    self._carry(task.worker, down, 0)
                     if task.attempt > 1:
                         self.redone += 1
                     else:
                         self.samples_started += task.computed
                 case Cancel(id):
-                    self._end(id)
-                    self.cancelled += 1
+                    self._settle(self._end(id), entry.now, "cancelled")
                 case Discard(id):
-                    if self._held.pop(id, None) is not None:
-                        self.discarded += 1
+                    if (result := self._held.pop(id, None)) is not None:
+                        self._settle(result.task, result.at, "discarded", result.samples)
                 case Step():
                     self._step(command, entry.now)
                 case Send(to, tensors):
@@ -168,6 +157,46 @@ class Meter:
                     self.letters += len(to)
                     each = len(self.peer.tensors if tensors is None else tensors)
                     self.tensors_sent += len(to) * each
+
+    def _finish(self, event: Finished, now: float) -> None:
+        id, got = event.task, event.got
+        self.compute_seconds += event.seconds
+        if id not in self._running:
+            return
+        charged = self._charged.get(id, got or 0)  # by the run before, if resumed
+        task = self._end(id)
+        worker = task.worker
+        arrived = max(now - event.waited, task.since)
+        self._held[id] = Result(task, arrived, event.samples, event.seconds, event.stats)
+        self.workers[worker].finish(arrived, task, event.samples, event.seconds)
+        sent, more = event.sent, 0
+        if sent is None:
+            sent = -(-self.message_bytes // task.work.messages)
+        if got is not None:  # it was charged as its worker's last one when it started
+            more = got - charged
+            if self.peer is None:
+                self._got[worker] = got
+        self._carry(worker, more, sent)
+
+    def _settle(self, task: Task, end: float, fate: Fate, samples: int = 0) -> None:
+        """Count what became of a task."""
+        delay = self.version - task.version if fate == "used" else 0
+        tally = self.workers[task.worker]
+        setattr(self, fate, getattr(self, fate) + 1)
+        setattr(tally, fate, getattr(tally, fate) + 1)
+        if fate == "used":
+            tally.samples += samples
+            tally.delay += delay
+            tally.used_seconds += end - task.since
+        if self.listener is not None:
+            step = self.version + 1 if fate == "used" else 0
+            self.listener(Span(task, end, fate, samples, delay, step))
+
+    def unsettled(self) -> list[Span]:
+        """Return the tasks that nobody knows the fate of yet."""
+        spans = [Span(task, self._now, "unfinished") for task in self._running.values()]
+        held = self._held.values()
+        return spans + [Span(r.task, r.at, "unfinished", r.samples) for r in held]
 
     def _step(self, step: Step, now: float) -> None:
         results = [self._held[id] for id in step.weights]
@@ -194,8 +223,9 @@ class Meter:
                 part = magnitude(weight) * count / result.task.samples
                 self.last_weights[tile] = self.last_weights.get(tile, 0.0) + part
         self.weigh(self.last_weights)
+        for result in results:
+            self._settle(result.task, result.at, "used", result.samples)
         self.version += 1
-        self.used += len(results)
         self.samples_used += samples
         if not step.keep:
             for id in step.weights:
@@ -208,6 +238,7 @@ class Meter:
 
     def _join(self, worker: WorkerId) -> None:
         self._present.add(worker)
+        self.workers.setdefault(worker, Tally()).join(self._now)
         if self.prices.idle:
             self._hire(worker)
 
@@ -215,11 +246,13 @@ class Meter:
         self._got.pop(worker, None)  # another comes in its place, who has no model
         if worker in self._present:
             self._present.remove(worker)
+            self.workers[worker].leave(self._now)
             if self.prices.idle:
                 self._release(worker, len(self._present))
 
     def _start(self, task: Task) -> None:
         tasks = self._of_worker.setdefault(task.worker, set())
+        self.workers.setdefault(task.worker, Tally()).start(task, self._now)
         if not tasks:
             self._busy += 1
             if not self.prices.idle:
@@ -232,6 +265,7 @@ class Meter:
         self._charged.pop(id, None)
         tasks = self._of_worker[task.worker]
         tasks.discard(id)
+        self.workers[task.worker].end(self._now)
         if not tasks:
             self._busy -= 1
             if not self.prices.idle:
@@ -240,15 +274,27 @@ class Meter:
 
     def _hire(self, worker: WorkerId) -> None:
         if self.priced:
-            self._rate += self.prices.second(worker)
+            self._rate += self._price_of(worker)[0]
 
     def _release(self, worker: WorkerId, others: int) -> None:
         if self.priced:  # and rounding leaves nothing behind once nobody is paid
-            self._rate = max(self._rate - self.prices.second(worker), 0.0) if others else 0.0
+            self._rate = max(self._rate - self._price_of(worker)[0], 0.0) if others else 0.0
 
-    def _pay_message(self, worker: WorkerId, size: int) -> None:
+    def _price_of(self, worker: WorkerId) -> tuple[float, float]:
+        """Return the price of a second of a worker, and of a byte to or from it."""
+        if (known := self._price.get(worker)) is None:
+            known = self._price[worker] = self.prices.second(worker), self.prices.byte(worker)
+        return known
+
+    def _carry(self, worker: WorkerId, down: int, up: int) -> None:
+        """Count bytes to and from a worker, and what they cost."""
+        tally = self.workers[worker]
+        self.down_bytes += down
+        self.up_bytes += up
+        tally.down_bytes += down
+        tally.up_bytes += up
         if self.priced:
-            self.dollars += size * self.prices.byte(worker)
+            self.dollars += (down + up) * self._price_of(worker)[1]
 
     def _pass_time(self, now: float) -> None:
         self.dollars += (now - self._now) * self._rate

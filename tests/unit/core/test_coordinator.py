@@ -134,7 +134,7 @@ def test_once_stopped_nobody_is_asked_any_more() -> None:
     coordinator.handle(0.0, Stepped(1))
     assert coordinator.handle(1.0, Finished(0, 1)).commands == ()
     assert list(coordinator.ledger.held) == [0]  # it is booked nevertheless
-    assert coordinator.handle(1.0, Finished(0, 1)).commands == (Discard(0),)
+    assert coordinator.handle(1.0, Finished(7, 1)).commands == (Discard(7),)
     assert len(shown(coordinator)) == 2
 
 
@@ -220,3 +220,14 @@ def test_a_resumed_journal_is_replayed_from_its_state() -> None:
     assert [list(step.weights) for step in steps] == [[3, 4]]
     assert list(resumed.journal) == list(first.journal)[-len(later) :]
     assert replay(pl.k_async(2), resumed.journal) == resumed.journal
+
+
+def test_a_result_that_comes_twice_counts_once_and_is_kept() -> None:
+    coordinator = Coordinator(pl.k_sync(2), batch=4)
+    for worker in ("w0", "w1"):
+        coordinator.handle(0.0, Joined(worker))
+    first, other = list(coordinator.ledger.running)
+    coordinator.handle(1.0, Finished(first, 2))
+    assert coordinator.handle(2.0, Finished(first, 2)).commands == ()
+    (step, *_) = coordinator.handle(3.0, Finished(other, 2)).commands
+    assert step == Step({first: 0.5, other: 0.5})

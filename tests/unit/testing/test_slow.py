@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.callbacks import Progress
+from paceline.callbacks import Live, Progress
+from paceline.core.journal import Header
+from paceline.report.metrics import Meter
 from paceline.testing.slow import SlowWorkers, Throttle
 
 pytestmark = pytest.mark.skipif(
@@ -269,8 +271,13 @@ class Processes:
 
 def after(step: int) -> Progress:
     return Progress(
-        *(step, 0.0, nan, 0, nan, 0.0, 0.0, 2), _model=lambda: None, _stop=lambda reason: None
+        *(step, 0.0, nan, 0, nan, 0.0, 0.0, 2, 2, 0.0, 2, 0, 0, 0, 0.0),
+        _model=lambda: None,
+        _stop=lambda reason: None,
     )
+
+
+LIVE = Live(Header(), {"main": Meter()}, Meter(), lambda: 0.0)
 
 
 def throttles() -> int:
@@ -282,7 +289,7 @@ def throttles() -> int:
 def test_workers_are_slow_from_the_first_step_to_the_end() -> None:
     with process() as one, process() as two:
         slow = SlowWorkers(Processes(w0=one, w1=two), {"w0": 0.0, "w9": 0.0})
-        slow.started()
+        slow.started(LIVE)
         assert not stopped(one.pid)
         slow.stepped(after(1))
         assert within(2, lambda: stopped(one.pid))

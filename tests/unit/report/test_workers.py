@@ -1,0 +1,120 @@
+"""What each worker did: tallies that add up to the run's figures, and tasks one by one."""
+
+from __future__ import annotations
+
+from math import isclose
+
+import pytest
+from hypothesis import given
+
+import paceline as pl
+from paceline.core.journal import Journal
+from paceline.report.metrics import Meter
+from paceline.report.workers import Span
+from paceline.testing import legal_histories
+
+LEARNER = pl.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
+DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
+
+
+def ran(policy: pl.Policy, **given: object) -> pl.Run:
+    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    return pl.Trainer(LEARNER, policy, engine, progress=False, **given).fit(steps=60)  # type: ignore[arg-type]
+
+
+def spans_of(journal: Journal) -> tuple[Meter, list[Span]]:
+    spans: list[Span] = []
+    meter = Meter.begin(journal.header)
+    meter.listener = spans.append
+    for entry in journal:
+        meter.observe(entry)
+    return meter, spans
+
+
+POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_tallies_add_up_to_the_run(policy: pl.Policy) -> None:
+    run = ran(policy, prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
+    meter, tallies = run.meter, run.meter.workers
+    assert set(tallies) == {"w0", "w1", "w2", "w3"}
+    for name in ("started", "used", "cancelled", "discarded", "lost", "down_bytes", "up_bytes"):
+        assert sum(getattr(t, name) for t in tallies.values()) == getattr(meter, name), name
+    now = meter._now
+    assert isclose(sum(t.busy_seconds(now) for t in tallies.values()), meter.busy_seconds)
+    assert isclose(sum(t.there_seconds(now) for t in tallies.values()), meter.worker_seconds)
+    assert sum(t.samples for t in tallies.values()) == meter.samples_used
+    assert tallies["w1"].losses == 1 and tallies["w0"].losses == 0
+    mean = sum(t.delay for t in tallies.values()) / meter.used
+    weighted = run.metrics["delay"] @ run.metrics["results"] / run.metrics["results"].sum()
+    assert isclose(mean, weighted, abs_tol=1e-12)
+    assert all(0 <= t.share_used(now) <= 1 + 1e-12 for t in tallies.values())
+
+
+def test_who_is_slow_is_seen() -> None:
+    tallies = ran(pl.k_async(2)).meter.workers
+    # A unit is 4 samples; a task of k_async(2) has 8.
+    assert tallies["w3"].speed == pytest.approx(4.0)
+    assert 25 < tallies["w0"].speed < 40 and 20 < tallies["w0"].latest < 41
+    assert tallies["w3"].mean_delay > 3 * tallies["w0"].mean_delay
+
+
+def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:
+    run = ran(pl.k_sync(2))
+    slow, now = run.meter.workers["w3"], run.meter._now
+    assert slow.used == 0 and slow.share_used(now) == 0.0 and slow.cancelled > 50
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_task_is_told_of_once(policy: pl.Policy) -> None:
+    run = ran(policy)
+    meter, spans = spans_of(run.journal)
+    told = [span.task.id for span in [*spans, *meter.unsettled()]]
+    assert len(told) == len(set(told)) == meter.started
+    by_fate = {fate: sum(s.fate == fate for s in spans) for fate in ("used", "cancelled", "lost")}
+    assert by_fate == {"used": meter.used, "cancelled": meter.cancelled, "lost": meter.lost}
+    for span in spans:
+        assert span.task.since <= span.end <= meter._now
+        assert (span.step > span.task.version) == (span.fate == "used")
+    steps = {span.step for span in spans if span.fate == "used"}
+    assert steps == set(range(1, run.steps + 1))
+
+
+@given(legal_histories())
+def test_books_agree_in_any_history(history: pl.testing.History) -> None:
+    journal = history.play(pl.k_sync(2)).journal
+    meter, spans = spans_of(journal)
+    assert len(spans) + len(meter.unsettled()) == meter.started
+    present = [name for name, tally in meter.workers.items() if tally.present]
+    assert sorted(present) == sorted(meter._present)
+    assert sum(t.running for t in meter.workers.values()) == len(meter._running)
+
+
+class Looking(pl.Callback):
+    """Notes what can be seen while the run goes on."""
+
+    def started(self, live: pl.Live) -> None:
+        self.live = live
+        self.seen: list[dict[str, int]] = []
+
+    def stepped(self, progress: pl.Progress) -> None:
+        self.seen.append({name: t.used for name, t in self.live.workers().items()})
+
+
+def test_figures_may_be_read_while_it_runs() -> None:
+    look = Looking()
+    run = ran(pl.k_sync(3), callbacks=[look])
+    assert [sum(seen.values()) for seen in look.seen] == [3 * step for step in range(1, 61)]
+    assert list(look.seen[0]) == ["w0", "w1", "w2", "w3"]
+    assert look.live.now() == run.seconds and "k=3" in look.live.header.policy
+
+
+def test_without_a_main_node_each_node_is_its_own_worker() -> None:
+    look = Looking()
+    policy = pl.Gossip(pl.ring(4), pl.Averaging())
+    engine = pl.Simulator(4, DELAYS)
+    trainer = pl.Trainer(LEARNER, policy, engine, callbacks=[look], progress=False)
+    trainer.fit(seconds=10)
+    steps = {node: meter.version for node, meter in look.live.meters.items()}
+    assert {node: t.used for node, t in look.live.workers().items()} == steps
