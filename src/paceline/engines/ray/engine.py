@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import time
 import uuid
 from collections import deque
 from concurrent.futures import Future
@@ -40,13 +39,12 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.engines.base import Job, PeersJob
-from paceline.engines.ray.calls import Calls
+from paceline.engines.door import NOT_FINITE, Door
 from paceline.engines.ray.carrier import start_carriers
-from paceline.engines.ray.cluster import connect
 from paceline.engines.ray.peer import PeerProcess
 from paceline.engines.ray.peers import RayPeers
-from paceline.engines.ray.pool import Member, Pool, alive_nodes, make_servers, make_workers
-from paceline.engines.ray.reducer import DriverReducer, Model, Reducer
+from paceline.engines.ray.pool import Cluster, Member, Pool, make_servers
+from paceline.engines.ray.reducer import DriverReducer, Model, Reducer, Refused
 from paceline.engines.ray.sharded import ShardedReducer
 from paceline.engines.ray.worker import Token, read
 from paceline.learners.base import Saved
@@ -129,7 +127,11 @@ class Ray:
         self._carriers_tried: list[str] = []  # the nodes that were asked
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
+        self._cluster = self._make_cluster()
         self._clear()
+
+    def _make_cluster(self) -> Cluster:
+        return Cluster()
 
     def _clear(self) -> None:
         """Forget everything about a job."""
@@ -139,7 +141,7 @@ class Ray:
         self._learner: Any = None
         self._origin = 0.0
         self._version = 0
-        self._calls = Calls()
+        self._calls = self._cluster.calls()
         self._events: deque[Event] = deque()
         self._timers: list[tuple[float, str]] = []
         self._orders: dict[TaskId, _Order] = {}
@@ -183,9 +185,10 @@ class Ray:
         if self._pool is not None:
             self._pool.end()
             self._pool = None
-        self._ours = connect(self._address, self.size, job.learner.message_bytes) or self._ours
-        make = make_workers(self._cpus, self._gpus, self.size, self._ours, PeerProcess)
-        pool = Pool([f"w{i}" for i in range(self.size)], make, respawns=0)
+        cluster, size = self._cluster, job.learner.message_bytes
+        self._ours = cluster.connect(self._address, self.size, size) or self._ours
+        make = cluster.make_workers(self._cpus, self._gpus, self.size, self._ours, PeerProcess)
+        pool = Pool([f"w{i}" for i in range(self.size)], make, 0, cluster)
         pool.fill()
         self._peers_pool = pool
         return pool
@@ -202,14 +205,19 @@ class Ray:
             raise ValueError("Ray cannot take over work in flight; it is handed out again")
         self._clear()
         if self._pool is None:
-            self._ours = connect(self._address, self.size, job.learner.message_bytes) or self._ours
-            make = make_workers(self._cpus, self._gpus, self.size, self._ours)
-            self._pool = Pool([f"w{i}" for i in range(self.size)], make, self._respawns)
+            cluster, size = self._cluster, job.learner.message_bytes
+            self._ours = cluster.connect(self._address, self.size, size) or self._ours
+            make = cluster.make_workers(self._cpus, self._gpus, self.size, self._ours)
+            names = [f"w{i}" for i in range(self.size)]
+            self._pool = Pool(names, make, self._respawns, cluster)
         self._pool.fill()
         self._job = job
         self._run = uuid.uuid4().hex
-        self._learner = ray.put((job.learner, job.tiles, job.codec, job.down, job.server.layout))
+        self._learner = self._cluster.put(
+            (job.learner, job.tiles, job.codec, job.down, job.server.layout)
+        )
         self._version = job.steps
+        self._door = Door(job.server.layout.size, job.server.vector.dtype)
         self._start_carriers(job)
         for name in list(self._pool.members):
             self._set_up(name)
@@ -220,11 +228,11 @@ class Ray:
                     "Trainer(min_workers=…) begins with fewer"
                 )
         self._reducer = self._make_reducer(job)
-        self._origin = time.monotonic() - job.began  # starting up is not training
+        self._origin = self._cluster.clock() - job.began  # starting up is not training
 
     def _start_carriers(self, job: Job) -> None:
         """Have what shortens the way of slices between nodes that are far apart."""
-        nodes = sorted(alive_nodes())
+        nodes = sorted(self._cluster.nodes())
         small = job.learner.message_bytes < SPREAD_BYTES
         if self.servers == "driver" or len(nodes) == 1 or small or nodes == self._carriers_tried:
             return
@@ -271,7 +279,7 @@ class Ray:
         if self._server_pool is None:
             names = [f"s{i}" for i in range(count)]
             make = make_servers(dict(zip(names, nodes, strict=True)))
-            self._server_pool = Pool(names, make, self._respawns)
+            self._server_pool = Pool(names, make, self._respawns, self._cluster)
             self._server_nodes = nodes
         self._server_pool.fill()
         reducer = ShardedReducer(
@@ -295,7 +303,7 @@ class Ray:
         self._calls.post(partial(self._events.append, Interrupted(reason)))
 
     def now(self) -> float:
-        return time.monotonic() - self._origin
+        return self._cluster.clock() - self._origin
 
     def save(self) -> None:
         return None
@@ -322,10 +330,10 @@ class Ray:
             pool.end()
         self._pool = self._server_pool = self._peers_pool = None
         for carrier in self._carriers.values():
-            ray.kill(carrier)
+            self._cluster.kill(carrier)
         self._carriers, self._carriers_tried = {}, []
         if self._ours:
-            ray.shutdown()
+            self._cluster.shutdown()
             self._ours = False
 
     # --- commands --------------------------------------------------------------------------------
@@ -455,19 +463,42 @@ class Ray:
         answer = read(future.result())
         id = answer.token.task
         if answer.token != member.busy:
-            return  # answered before
-        member.busy = None
+            return self._refuse(member, None, f"it is under the name of task {id}")
         if answer.samples is None:
+            member.busy = None
             return self._without_model(member, id)
+        order = self._orders.get(id)
+        try:
+            accepted = self._results().accept(answer)
+        except Refused as error:
+            return self._refuse(member, None, str(error))
+        if accepted and order is not None:
+            given = self._results().vector(id), answer.samples, answer.stats, answer.norm
+            if (fault := self._door.fault(order.task, *given)) is not None:
+                return self._refuse(member, order.task, fault)
+        member.busy = None
         self._orders.pop(id, None)
+        assert self._pool is not None
+        self._pool.trust(member.name)
         if answer.sent is not None:
             self._senders[id] = member
-        if self._results().accept(answer):
+        if accepted:
             news = answer.samples, answer.seconds, answer.stats, self._calls.waited, answer.sent
             self._events.append(Finished(id, *news, member.got))
         else:
             self._refund(id)
         self._ship(member)
+
+    def _refuse(self, member: Member, task: Task | None, why: str) -> None:
+        """Let a result not in; end its worker, unless it is not the worker's fault."""
+        if task is not None and why == NOT_FINITE and self._door.is_hopeless(task):
+            self._events.append(
+                Interrupted(
+                    f"results at version {task.version} are not finite, and not because of a "
+                    "worker: look at the learning rate, the model and the samples"
+                )
+            )
+        self._lose(member, f"its result was refused: {why}", distrust=True)
 
     def _refund(self, id: TaskId) -> None:
         """Have the worker told, with its next task, that a result of its was not used."""
@@ -503,7 +534,7 @@ class Ray:
         else:
             self._ship(member)
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member, why: str, distrust: bool = False) -> None:
         """Count a worker as gone, make sure that it is, and start another in its place."""
         assert self._pool is not None
         logger.warning("worker %s is lost: %s", member.name, why)
@@ -515,13 +546,21 @@ class Ray:
         for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
             self._orders.pop(id, None)
             self._results().drop(id, lost=True)
-        if self._pool.replace(member):
-            self._set_up(member.name)
-        elif not self._pool.members:
+        pause = self._pool.remove_lost(member, distrust)
+        if pause is not None and pause > 0:
+            self._calls.later(pause, partial(self._start_again, member.name))
+        elif pause is not None:
+            self._start_again(member.name)
+        elif not self._pool.expecting:
             raise WorkersLost(
                 f"all {self.size} workers are lost and respawns={self._respawns} used up; the last "
-                f"one: {why}. Ray reports {ray.available_resources().get('CPU', 0):g} CPUs free"
+                f"one: {why}. Ray reports {self._cluster.free_cpus():g} CPUs free"
             )
+
+    def _start_again(self, name: WorkerId) -> None:
+        assert self._pool is not None
+        self._pool.start(name)
+        self._set_up(name)
 
     def _results(self) -> Reducer:
         assert self._reducer is not None

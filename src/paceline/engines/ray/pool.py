@@ -15,7 +15,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.protocol import TaskId
-from paceline.engines.ray.calls import Call
+from paceline.engines.ray.calls import Call, Calls
+from paceline.engines.ray.cluster import connect
 from paceline.engines.ray.server import Server
 from paceline.engines.ray.worker import Place, Token, Worker, actor_class, start_time
 
@@ -78,16 +79,65 @@ def alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+_LONGEST_PAUSE = 30.0  # seconds before a process that keeps failing is started again
+
+
+class Cluster:
+    """Ray itself, as far as an engine needs it. Tests have one that is simulated."""
+
+    def connect(self, address: str | None, workers: int, message_bytes: int) -> bool:
+        """Make sure that it runs; return whether it was started here and is ours to stop."""
+        return connect(address, workers, message_bytes)
+
+    def make_workers(
+        self, cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker
+    ) -> Callable[[str], Any]:
+        return make_workers(cpus, gpus, size, fixed, kind)
+
+    def calls(self) -> Calls:
+        """Make the inbox for the answers of its actors."""
+        return Calls()
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def put(self, thing: Any) -> Any:
+        return ray.put(thing)
+
+    def kill(self, actor: Any) -> None:
+        ray.kill(actor)
+
+    def node(self) -> str:
+        """Return where this process is."""
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
+
+    def nodes(self) -> set[str]:
+        return alive_nodes()
+
+    def free_cpus(self) -> float:
+        return float(ray.available_resources().get("CPU", 0))
+
+    def shutdown(self) -> None:
+        ray.shutdown()
+
+
 class Pool:
     """Actors by name. A name whose respawns are used up is missing until `fill`."""
 
-    def __init__(self, names: Sequence[str], make: Callable[[str], Any], respawns: int) -> None:
+    def __init__(
+        self, names: Sequence[str], make: Callable[[str], Any], respawns: int, cluster: Cluster
+    ) -> None:
         self._names, self._make, self._respawns = names, make, respawns
-        self._node = ray.get_runtime_context().get_node_id()
+        self._cluster, self._node = cluster, cluster.node()
         self.members: dict[str, Member] = {}
+        self._failures: dict[str, int] = {}  # one after the other, without a result in between
+        self._paused: dict[str, int] = {}  # those to be started later, with their next incarnation
 
     def fill(self) -> None:
         """Start what is missing, with all respawns before it."""
+        self._failures.clear()
+        self._paused.clear()
         for name in self._names:
             if name in self.members:
                 self.members[name].incarnation = 0
@@ -105,22 +155,48 @@ class Pool:
 
     def replace(self, member: Member) -> bool:
         """Make sure that a lost one is dead; return whether a new one takes its place."""
-        ray.kill(member.actor)
+        if self.remove_lost(member) is None:
+            return False
+        self.start(member.name)
+        return True
+
+    def remove_lost(self, member: Member, distrust: bool = False) -> float | None:
+        """Make sure that a lost one is dead; return in how many seconds to start another.
+
+        None: never. The first time it is at once, and then twice as long each time, until there
+        has been a result. distrust: its last one was refused, so that it is not at once either.
+        """
+        self._cluster.kill(member.actor)
         self._make_sure(member)
         del self.members[member.name]
         if member.incarnation >= self._respawns:
-            return False
-        self._spawn(member.name, member.incarnation + 1)
-        return True
+            return None
+        self._paused[member.name] = member.incarnation + 1
+        failures = self._failures[member.name] = self._failures.get(member.name, 0) + 1
+        doublings = failures - 1 if distrust else failures - 2
+        return min(float(2**doublings), _LONGEST_PAUSE) if doublings >= 0 else 0.0
+
+    def start(self, name: str) -> None:
+        """Start one again that was lost."""
+        self._spawn(name, self._paused.pop(name))
+
+    def trust(self, name: str) -> None:
+        """Forget failures: there has been a result."""
+        self._failures.pop(name, None)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether there are members, or will be."""
+        return bool(self.members or self._paused)
 
     def remove(self, name: str) -> None:
         """End one that is not needed any more; `fill` starts it again."""
-        ray.kill(self.members.pop(name).actor)
+        self._cluster.kill(self.members.pop(name).actor)
 
     def end(self) -> None:
         """End them all, those that do not obey after two seconds by force."""
         for member in self.members.values():
-            ray.kill(member.actor)
+            self._cluster.kill(member.actor)
         patience = time.monotonic() + 2.0
         while any(map(self._is_running, self.members.values())) and time.monotonic() < patience:
             time.sleep(0.02)

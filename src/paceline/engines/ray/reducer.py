@@ -55,7 +55,13 @@ class Reducer(Protocol):
         """Send a task to its worker; return the reference of the reply, expected by its token."""
 
     def accept(self, answer: Answer) -> bool:
-        """Take a result in; False if nobody waits for it: it is stale or came before."""
+        """Take a result in; False if nobody waits for it: it is stale or came before.
+
+        Raises `Refused` if it cannot be read.
+        """
+
+    def vector(self, task: TaskId) -> Array | None:
+        """Return the vector of a result that was taken in, if it is here."""
 
     def drop(self, task: TaskId, lost: bool = False) -> None:
         """Forget a task and its result; lost: with the worker that was to compute it."""
@@ -78,6 +84,10 @@ class Payload:
     version: int = 0
     known = whole = True
     gone = False
+
+
+class Refused(Exception):
+    """A result that cannot be read; the text says why."""
 
 
 class DriverReducer:
@@ -128,7 +138,10 @@ class DriverReducer:
         if self._codec is not None and answer.vector is not None and (expected or first):
             receiver = self._receiver(self._codec, token)
             if expected or receiver.remembers:  # it needs what nobody waits for, too
-                answer = answer._replace(vector=receiver.read(answer.vector))
+                try:
+                    answer = answer._replace(vector=receiver.read(answer.vector))
+                except (ValueError, TypeError, IndexError, RuntimeError) as error:
+                    raise Refused(f"its message cannot be read ({error})") from error
         if not expected:
             return False
         del self._expected[token.task]
@@ -151,6 +164,9 @@ class DriverReducer:
             receiver = Receiver(codec, layout.size, layout.trained, layout.tensors)
             self._receivers[token.worker] = token.incarnation, receiver
         return receiver
+
+    def vector(self, task: TaskId) -> Array | None:
+        return self._held[task].vector
 
     def drop(self, task: TaskId, lost: bool = False) -> None:
         self._expected.pop(task, None)

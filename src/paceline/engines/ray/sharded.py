@@ -154,6 +154,9 @@ class ShardedReducer:
         self._held[answer.token.task] = result
         return True
 
+    def vector(self, task: TaskId) -> None:
+        return None  # its slices are with the servers; the worker says its norm
+
     def drop(self, task: TaskId, lost: bool = False) -> None:
         self._expected.pop(task, None)
         self._held.pop(task, None)

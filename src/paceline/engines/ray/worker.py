@@ -15,6 +15,7 @@ import ray
 from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
+from paceline.engines.door import norm_of
 from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
 from paceline.learners.base import Array, Layout, Learner, Outcome, Replica, Span
 
@@ -53,6 +54,7 @@ class Answer(NamedTuple):
     seconds: float
     stats: Stats
     sent: int | None = None  # bytes, if it is encoded
+    norm: float | None = None  # of a vector that goes elsewhere
 
 
 # Calls carry plain tuples, which Ray packs ten times as fast as it pickles dataclasses: 0.06
@@ -100,8 +102,8 @@ def factors_of(received: Any) -> Coefficients:
 
 def read(reply: Reply) -> Answer:
     """Return a worker's reply as an answer."""
-    name, vector, samples, seconds, stats, sent = reply
-    return Answer(Token(*name), vector, samples, seconds, stats, sent)
+    name, *rest = reply
+    return Answer(Token(*name), *rest)
 
 
 Given: TypeAlias = "tuple[Learner, Partition | None, Codec | None, Codec | None, Layout]"
@@ -116,7 +118,12 @@ class Gone(Exception):
 class Worker:
     """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        place: Callable[[], Place] | None = None,
+    ) -> None:
+        self._clock, self._place = clock, place or here
         self._replica: Replica | None = None
         self._learner: Learner | None = None
         self._uplink: Uplink | None = None
@@ -145,7 +152,7 @@ class Worker:
             from paceline.codecs.uplink import Uplink
 
             self._uplink = Uplink(codec, self._trained, layout.tensors)
-        return here()
+        return self._place()
 
     def compute(
         self,
@@ -162,20 +169,20 @@ class Worker:
         token, task = unpack(order)
         self._refund(unused)
         model = self._moved(model, changes)
-        begin = time.monotonic()
+        begin = self._clock()
         until = begin + task.work.budget
 
         def proceed(done: int) -> bool:
-            return self._abandoned != token and time.monotonic() < until
+            return self._abandoned != token and self._clock() < until
 
         outcome = self._compute([model], task, proceed)
         if self._uplink is not None and self._abandoned == token:
             outcome = replace(outcome, vector=None)  # nobody waits for it
         if self._uplink is None or outcome.vector is None:
-            return _reply(token, outcome, time.monotonic() - begin)
+            return _reply(token, outcome, self._clock() - begin)
         (packed,) = self._send(outcome.vector, task, [(0, outcome.vector.size)], model)
         outcome = replace(outcome, vector=packed)
-        return _reply(token, outcome, time.monotonic() - begin, packed.nbytes)
+        return _reply(token, outcome, self._clock() - begin, packed.nbytes)
 
     def compute_slices(
         self,
@@ -210,7 +217,7 @@ class Worker:
             return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
         except ray.exceptions.RayError:
             self._carriers = {}  # it may be theirs to blame; the stores are as good
-            lost: Reply = (tuple(token), None, None, 0.0, {}, None)
+            lost: Reply = (tuple(token), None, None, 0.0, {}, None, None)
             return lost, *(None for _ in spans)
         finally:
             self._incoming = None
@@ -224,9 +231,12 @@ class Worker:
         told = Outcome(None, outcome.samples, outcome.stats)
         if self._uplink is not None and vector is not None:
             packed = self._send(vector, task, needed)
-            return _reply(token, told, seconds, sum(each.nbytes for each in packed)), *packed
-        slices = (None if vector is None else vector[start:stop] for start, stop in needed)
-        return _reply(token, told, seconds), *slices
+            sent = sum(each.nbytes for each in packed)
+            return _reply(token, told, seconds, sent, norm_of(vector)), *packed
+        if vector is None:
+            return _reply(token, told, seconds), *(None for _ in spans)
+        slices = (vector[start:stop] for start, stop in needed)
+        return _reply(token, told, seconds, None, norm_of(vector)), *slices
 
     def _moved(self, model: Array | None, changes: Sequence[Array] | None) -> Array:
         """Return the model: as it came, or as changes make it of the last."""
@@ -281,8 +291,14 @@ class Worker:
             self._incoming.give_up()
 
 
-def _reply(token: Token, outcome: Outcome, seconds: float, sent: int | None = None) -> Reply:
-    return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats), sent
+def _reply(
+    token: Token,
+    outcome: Outcome,
+    seconds: float,
+    sent: int | None = None,
+    norm: float | None = None,
+) -> Reply:
+    return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats), sent, norm
 
 
 def here() -> Place:

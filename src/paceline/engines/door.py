@@ -1,0 +1,100 @@
+"""What is let in: a result of the right shape and type, finite, and not out of all proportion.
+
+One number that is not finite makes a model worthless, and a step that is a million times too long
+nearly so. A worker whose result is refused is ended and started again after a pause. Where two
+workers fail alike it is not the workers: then the run ends, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import isfinite, sqrt
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from paceline.core.protocol import Task
+from paceline.learners.base import Array
+
+FAR = 1e4
+"""Times the usual norm from which on a result is refused. Gradients of sound runs vary by factors
+of tens; what a flipped bit of an exponent makes of one is off by 1e9 and more."""
+_KNOWN = 8  # norms that must be known before one is called unusual
+_REMEMBERED = 64
+
+
+class Door:
+    """Looks at every result before it is held.
+
+    size, dtype: of the model's vector; a coded result is `messages` times shorter.
+    """
+
+    def __init__(self, size: int, dtype: Any) -> None:
+        self._size, self._dtype = size, np.dtype(dtype)
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+        # The samples that results which were not finite are of, and how often they were so.
+        self._refused: dict[tuple[int, ...], int] = {}
+
+    def fault(
+        self,
+        task: Task,
+        vector: Array | None,
+        samples: object,
+        stats: object,
+        norm: float | None = None,
+    ) -> str | None:
+        """Say what is wrong with a result; None: nothing.
+
+        norm: as the worker says, where the vector itself is elsewhere.
+        """
+        most = task.computed
+        if type(samples) is not int or not 0 <= samples <= most:
+            return f"it claims {samples!r} samples of {most}"
+        if not isinstance(stats, dict) or not all(type(v) is float for v in stats.values()):
+            return "its statistics are not numbers"
+        if vector is None:
+            return None if norm is None or not samples else self._far(norm)
+        expected = -(-self._size // task.work.messages)
+        if not isinstance(vector, np.ndarray) or vector.shape != (expected,):
+            shape = getattr(vector, "shape", type(vector).__name__)
+            return f"it has the shape {shape} instead of ({expected},)"
+        if vector.dtype != self._dtype:
+            return f"it is of {vector.dtype} instead of {self._dtype}"
+        if not samples:
+            return None
+        return self._far(norm_of(vector))
+
+    def _far(self, norm: float) -> str | None:
+        if not isfinite(norm):
+            return NOT_FINITE
+        usual = median(self._norms) if len(self._norms) >= _KNOWN else 0.0
+        if usual and norm > FAR * usual:
+            return f"its norm is {norm:.3g}, that of others {usual:.3g}"
+        self._norms.append(norm)
+        return None
+
+    def is_hopeless(self, task: Task) -> bool:
+        """Tell whether a result that is not finite is the model's fault, and no worker's.
+
+        It is if the result of the same samples is so again, which are given to another process when
+        the first is ended. Of a coded batch several have parts: there it takes three.
+        """
+        samples = task.draw, *task.draws
+        self._refused[samples] = self._refused.get(samples, 0) + 1
+        while len(self._refused) > _REMEMBERED:
+            del self._refused[next(iter(self._refused))]
+        return self._refused[samples] > (1 if task.work.parts is None else 2)
+
+
+NOT_FINITE = "it is not finite"
+
+
+def norm_of(vector: Array) -> float:
+    """Return the norm; not finite exactly if a value is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = float(np.dot(vector, vector))
+    if isfinite(square):
+        return sqrt(square)
+    largest = float(np.abs(vector).max())  # the sum may be too large where no value is
+    return largest * float(np.linalg.norm(vector / largest)) if isfinite(largest) else largest
