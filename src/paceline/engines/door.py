@@ -20,7 +20,7 @@ from paceline.learners.base import Array
 FAR = 1e4
 """Times the usual norm from which on a result is refused. Gradients of sound runs vary by factors
 of tens; what a flipped bit of an exponent makes of one is off by 1e9 and more."""
-_KNOWN = 8  # norms that must be known before one is called unusual
+_KNOWN = 3  # norms that must be known before one is called unusual
 _REMEMBERED = 64
 
 

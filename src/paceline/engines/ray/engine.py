@@ -303,7 +303,8 @@ class Ray:
         self._calls.post(partial(self._events.append, Interrupted(reason)))
 
     def now(self) -> float:
-        return self._cluster.clock() - self._origin
+        began = 0.0 if self._job is None else self._job.began
+        return max(self._cluster.clock() - self._origin, began)  # rounding must not take us back
 
     def save(self) -> None:
         return None

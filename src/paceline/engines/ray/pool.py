@@ -174,7 +174,7 @@ class Pool:
         self._paused[member.name] = member.incarnation + 1
         failures = self._failures[member.name] = self._failures.get(member.name, 0) + 1
         doublings = failures - 1 if distrust else failures - 2
-        return min(float(2**doublings), _LONGEST_PAUSE) if doublings >= 0 else 0.0
+        return min(2.0 ** min(doublings, 10), _LONGEST_PAUSE) if doublings >= 0 else 0.0
 
     def start(self, name: str) -> None:
         """Start one again that was lost."""

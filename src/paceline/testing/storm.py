@@ -1,0 +1,373 @@
+"""Whole runs in bad weather, with what must hold checked after everything that happens.
+
+`play(seed)` draws a policy, a fleet and a weather, trains under it with checkpoints, kills the
+driver now and then and resumes, lets the weather calm down, and has the run end. Whatever breaks a
+promise raises `Violation`, with the one command that shows it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paceline.checkpoint as checkpoint
+from paceline.callbacks import Callback, Progress
+from paceline.checkpoint import Checkpoints
+from paceline.core.journal import Entry, Header, read_entries, read_header
+from paceline.core.protocol import Command, Event, Policy, Step, WorkerId
+from paceline.engines.ray.worker import Answer
+from paceline.learners.arrays import Quadratic
+from paceline.policies.coded import coded
+from paceline.policies.gather import Gather
+from paceline.policies.named import (
+    asynchronous,
+    ata,
+    bandit,
+    k_async,
+    k_sync,
+    local_sgd,
+    rennala,
+    ringmaster,
+    sync,
+)
+from paceline.policies.placement import BySpeed
+from paceline.testing.serial import History, serial
+from paceline.testing.weather import DriverKilled, SimulatedRay, Weather, World
+from paceline.trainer import Run, Trainer
+
+TIMEOUT = 20.0
+"""Seconds of virtual time that a task may take."""
+_STEPS = 24  # in bad weather
+_CALM = 8  # and after it
+_MOST = 60_000  # things that happen in one run; more of them are a loop without progress
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a policy, how many workers it needs, and what it promises."""
+
+    name: str
+    policy: Policy
+    workers: int
+    needs: int  # workers, or it cannot go on
+    staleness: float = 0.0  # versions that a result may be behind
+    codec: Any = None
+
+
+def case_of(rng: random.Random) -> Case:
+    """Draw what is trained."""
+    n = rng.randint(3, 7)
+    k = rng.randint(1, n - 1)
+    spread = rng.randint(1, 4)
+    cases: list[Callable[[], Case]] = [
+        lambda: Case("sync", sync(), n, 1),
+        lambda: Case("k_sync", k_sync(k), n, k),
+        lambda: Case("k_async", k_async(k), n, 1, inf),
+        lambda: Case("asynchronous", asynchronous(), n, 1, inf),
+        lambda: Case("bounded", asynchronous(spread), n, 1, spread),
+        lambda: Case("rennala", rennala(k + 1), n, 1),
+        lambda: Case("ringmaster", ringmaster(spread + 1), n, 1, spread),
+        lambda: Case("loose", Gather(k, max_delay=spread, preempt=False), n, k, spread),
+        lambda: Case("bandit", bandit(k, hedge=rng.randint(0, n - k)), n, k),
+        lambda: Case("ata", ata(n), n, 1),
+        lambda: Case("local_sgd", local_sgd(3), n, 1),
+        lambda: Case("by speed", Gather(placement=BySpeed()), n, 1),
+        lambda: Case("coded", coded(1), n, n - 1),
+        lambda: Case("encoded", k_sync(k), n, k, codec=_codec(rng)),
+    ]
+    return rng.choice(cases)()
+
+
+def _codec(rng: random.Random) -> Any:
+    from paceline.codecs.feedback import Feedback
+    from paceline.codecs.quantize import Int8
+    from paceline.codecs.sparse import TopK
+
+    return rng.choice([Int8(), Feedback(TopK(0.5))])
+
+
+@dataclass
+class Outcome:
+    """What a storm was like."""
+
+    case: Case
+    weather: Weather
+    faults: Counter[str] = field(default_factory=Counter)
+    kills: int = 0  # of the driver
+    events: int = 0
+    seconds: float = 0.0  # of virtual time
+
+
+def play(seed: int, folder: Path, only: str | None = None) -> Outcome:
+    """Train through a storm; raise `Violation` if a promise is broken.
+
+    only: the name of a case; by default any.
+    """
+    rng = random.Random(seed)
+    case = case_of(rng)
+    while only is not None and case.name != only:
+        case = case_of(rng)
+    weather = Weather.of(rng, case.workers - case.needs)
+    world = World(seed, weather, case.workers, TIMEOUT)
+    storm = Storm(seed, case, world, folder, rng)
+    try:
+        storm.run()
+    except Violation as error:
+        raise Violation(f"{error}\n{storm.told()}") from error
+    except Exception as error:
+        raise Violation(f"{type(error).__name__}: {error}\n{storm.told()}") from error
+    return Outcome(case, weather, world.faults, storm.kills, world.happened, world.now)
+
+
+class Storm:
+    """One run, from its start to its end, over as many lives of the driver as it takes."""
+
+    def __init__(
+        self, seed: int, case: Case, world: World, folder: Path, rng: random.Random
+    ) -> None:
+        self.seed, self.case, self.world, self.folder, self.rng = seed, case, world, folder, rng
+        self.kills = 0
+        self.segments: list[Path] = []
+        self.every = rng.randint(2, 9)
+        self.learner = Quadratic((1.0, 0.3, 0.1), noise=0.1, lr=0.05, batch_size=12)
+        world.most = _MOST
+
+    def told(self) -> str:
+        """Say what the storm was, and how to see it again."""
+        return (
+            f"seed {self.seed}: {self.case.name} on {self.case.workers} workers, "
+            f"{self.world.weather}; again: python benchmarks/chaos.py --seed {self.seed}"
+        )
+
+    def run(self) -> None:
+        while (run := self._attempt()) is None:
+            self.kills += 1
+            self.world.restart()
+            self._tear_journal()
+            if self.kills > 6:
+                self.world.weather = self.world.weather.calm()
+        self._check_end(run)
+
+    def _attempt(self) -> Run | None:
+        """Train until the end; None if the driver was killed on the way."""
+        engine = CheckedRay(self.case.workers, self.world)
+        trainer = Trainer(
+            self.learner,
+            self.case.policy,
+            engine,
+            seed=self.seed,
+            callbacks=[_Calm(self.world)],
+            min_workers=self.case.needs,
+            checkpoints=Checkpoints(self.folder / "saved", every=self.every, keep=_STEPS),
+            journal=self.folder / "run.jsonl",
+            progress=False,
+            codec=self.case.codec,
+        )
+        before = set(self.folder.glob("*.jsonl"))
+        try:
+            with _torn_writes(self.world):
+                trainer.resume(self.folder / "saved", missing_ok=True)
+                run = trainer.fit(steps=_STEPS + _CALM)
+        except DriverKilled:
+            run = None
+        self.segments += sorted(set(self.folder.glob("*.jsonl")) - before)
+        if run is not None:
+            engine.check_closed()
+        return run
+
+    def _tear_journal(self) -> None:
+        """Leave the beginning of one more line, as a crash does."""
+        if self.segments and self.rng.random() < 0.5:
+            line = '{"now":1e9,"event":{"type":"Left","worker":"w0"}}'
+            with open(self.segments[-1], "a", encoding="utf-8") as file:
+                file.write(line[: self.rng.randint(1, len(line))])
+
+    def _check_end(self, run: Run) -> None:
+        steps = _STEPS + _CALM
+        require(run.steps == steps, "I7", f"ended after {run.steps} of {steps} steps: {run.reason}")
+        require(bool(np.isfinite(run.model).all()), "I9", f"the model is {run.model}")
+        histories = [self._history(path) for path in self.segments]
+        self._check_segments(histories, run)
+        check_samples(effective(histories), self.case)
+
+    def _history(self, path: Path) -> History:
+        header = read_header(path)
+        entries = list(read_entries(path))
+        check_journal(header, entries, self.case)
+        server = self.learner.server()
+        if header.state is not None:
+            version = int(header.state["ledger"]["fields"]["version"]["value"])
+            saved = checkpoint.read(self._saved(version))
+            server.load(saved.server)
+        exact = self.case.codec is None
+        return serial(header, entries, self.learner, server, self.seed, exact)
+
+    def _saved(self, version: int) -> Path:
+        return Checkpoints(self.folder / "saved").folder(version)
+
+    def _check_segments(self, histories: list[History], run: Run) -> None:
+        """I5 and I6: done again one after the other, it gives the same bits."""
+        if self.case.codec is not None:
+            return
+        for before, after in pairwise(histories):
+            known = before.models.get(after.began)
+            if known is not None:
+                same = bool((known == after.models[after.began]).all())
+                require(same, "I6", f"resumed at version {after.began} with another model")
+        last = histories[-1].models[max(histories[-1].models)]
+        same = bool((last == run.model).all())
+        require(same, "I5", f"the journal leads to {last}, and training led to {run.model}")
+
+
+class CheckedRay(SimulatedRay):
+    """Looks at itself after every event."""
+
+    def __init__(self, workers: int, world: World) -> None:
+        super().__init__(workers, world, start_timeout=5.0, respawns=10**6)
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        found = super().next_event()
+        most = 8 * self.size + 64
+        sizes = {
+            "orders": len(self._orders),
+            "events": len(self._events),
+            "calls": sum(len(calls) for calls in self._calls._open.values()),
+            "held": len(getattr(self._reducer, "_held", ())),
+            "expected": len(getattr(self._reducer, "_expected", ())),
+            "senders": len(self._senders),
+        }
+        for name, size in sizes.items():
+            require(size <= most, "I8", f"{size} {name} for {self.size} workers")
+        return found
+
+    def execute(self, node: WorkerId, command: Command) -> None:
+        if isinstance(command, Step):
+            for id in command.weights:
+                held: Answer = self._reducer._held[id]  # type: ignore[union-attr]
+                require(held.token.task == id, "I1", f"{held.token} is used as task {id}")
+        super().execute(node, command)
+        if isinstance(command, Step):
+            assert self._job is not None
+            finite = bool(np.isfinite(self._job.server.vector).all())
+            require(finite, "I9", "a step made the model not finite")
+
+    def check_closed(self) -> None:
+        alive = [actor.name for actor in self.world.actors if actor.alive]
+        require(not alive and self._pool is None, "I11", f"still there after the end: {alive}")
+
+
+class _Calm(Callback):
+    """Ends the storm after so many steps: then the run has to end too."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def stepped(self, progress: Progress) -> None:
+        if progress.step == _STEPS:
+            self._world.weather = self._world.weather.calm()
+
+
+@contextlib.contextmanager
+def _torn_writes(world: World) -> Iterator[None]:
+    """Have the driver killed in the middle of writing a checkpoint, now and then."""
+    written = checkpoint.write
+
+    def write(folder: Path, *given: Any) -> None:
+        if not world.strikes("torn"):
+            return written(folder, *given)
+        left = world.rng.randint(1, 8)
+
+        def flush(path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                if path.is_file():
+                    content = path.read_bytes()
+                    path.write_bytes(content[: world.rng.randint(0, len(content))])
+                raise DriverKilled
+
+        original = checkpoint._flush
+        checkpoint._flush = flush
+        try:
+            written(folder, *given)
+        finally:
+            checkpoint._flush = original
+
+    _put(write)
+    try:
+        yield
+    finally:
+        _put(written)
+
+
+def _put(write: Any) -> None:
+    checkpoint.write = write
+
+
+def require(holds: bool, invariant: str, told: str) -> None:
+    """Raise `Violation` if something does not hold."""
+    if not holds:
+        raise Violation(f"{invariant}: {told}")
+
+
+# --- what a journal must be like ----------------------------------------------------------------
+
+
+def check_journal(header: Header, entries: list[Entry], case: Case) -> None:
+    """I1, I4, I10: no result is used twice, steps follow each other, none is too stale."""
+    tasks: dict[int, int] = {}
+    used: set[int] = set()
+    version = 0
+    if header.state is not None:
+        version = int(header.state["ledger"]["fields"]["version"]["value"])
+    now = 0.0
+    for entry in entries:
+        require(entry.now >= now, "I4", f"time went from {now} to {entry.now}")
+        now = entry.now
+        for command in entry.commands:
+            task = getattr(command, "task", None)
+            if type(command).__name__ == "Start":
+                tasks[task.id] = task.version  # type: ignore[union-attr]
+            if isinstance(command, Step):
+                twice = used & set(command.weights)
+                require(not twice, "I1", f"tasks {sorted(twice)} are used twice")
+                used |= set(command.weights)
+                for id in command.weights:
+                    require(id in tasks, "I2", f"task {id} was never started in this life")
+                    late = version - tasks[id]
+                    stale = late <= case.staleness
+                    require(stale, "I10", f"task {id} is {late} versions behind")
+                version += 1
+
+
+def effective(histories: list[History]) -> list[tuple[int, Mapping[Any, int]]]:
+    """Return for each step that counts in the end the samples that it used, with their places."""
+    steps: dict[int, Mapping[Any, int]] = {}
+    for history in histories:
+        for version in [v for v in steps if v > history.began]:
+            del steps[version]  # taken back by the crash
+        steps |= history.samples
+    return sorted(steps.items())
+
+
+def check_samples(steps: list[tuple[int, Mapping[Any, int]]], case: Case) -> None:
+    """I3: each place in the stream of data is used once at most."""
+    require([v for v, _ in steps] == list(range(1, len(steps) + 1)), "I4", "steps are missing")
+    seen: set[Any] = set()
+    for version, samples in steps:
+        for place in samples:
+            require(place not in seen, "I3", f"step {version} uses {place} again")
+            seen.add(place)
