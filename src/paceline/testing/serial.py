@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.codes.blocks import decoded
 from paceline.core.journal import Entry, Header
-from paceline.core.ledger import Ledger
-from paceline.core.protocol import Finished, Start, Step, Task, TaskId
+from paceline.core.ledger import MAX_ATTEMPTS, Ledger
+from paceline.core.protocol import Cancel, Discard, Finished, Left, Start, Step, Task, TaskId
 from paceline.learners.base import Array, Learner, Server
 
 
 @dataclass
 class History:
-    """The model after each step, and the samples that each step used."""
+    """What a journal says of the model and of the samples, the latter by their places."""
 
-    began: int
-    models: dict[int, Array] = field(default_factory=dict)
-    samples: dict[int, Mapping[Any, int]] = field(default_factory=dict)
+    began: int  # the version that it starts from
+    models: dict[int, Array] = field(default_factory=dict)  # after each step
+    used: dict[int, set[int]] = field(default_factory=dict)  # by each step
+    dropped: list[tuple[int, set[int]]] = field(default_factory=list)  # at which entry
+    entry_of: dict[int, int] = field(default_factory=dict)  # of each step
+    pending: set[int] = field(default_factory=set)  # in the end
 
 
 def serial(
@@ -39,43 +42,65 @@ def serial(
     if header.state is not None:
         books.restore(header.state["ledger"])
     replica = learner.replica(seed)
-    tasks: dict[TaskId, Task] = {}
-    counts: dict[TaskId, int] = {}
+    running: dict[TaskId, Task] = dict(books.running)
+    lost: dict[TaskId, Task] = dict(books.lost)
+    held: dict[TaskId, tuple[Task, int]] = {}
     history = History(books.version, {books.version: server.vector.copy()})
     version = books.version
-    for entry in entries:
-        if isinstance(entry.event, Finished):
-            counts.setdefault(entry.event.task, entry.event.samples)
+    for index, entry in enumerate(entries):
+        match entry.event:
+            case Finished(id, samples) if id in running:
+                held[id] = running.pop(id), samples
+                if samples < held[id][0].computed:
+                    history.dropped.append((index, _places([held[id][0]], samples)))
+            case Left(worker):
+                for id in [id for id, task in running.items() if task.worker == worker]:
+                    lost[id] = running.pop(id)
+                    if lost[id].attempt >= MAX_ATTEMPTS:
+                        history.dropped.append((index, _places([lost.pop(id)])))
         for command in entry.commands:
-            if isinstance(command, Start):
-                tasks[command.task.id] = command.task
-            if not isinstance(command, Step):
-                continue
-            if exact:
-                vectors = [
-                    _result(replica, history, tasks[id], counts[id]) for id in command.weights
-                ]
-                span = 0, server.layout.size
-                factors, sums = decoded(list(command.weights.values()), vectors, span)
-                server.step(factors, sums, frozenset())
-            version += 1
-            history.models[version] = server.vector.copy()
-            history.samples[version] = _places([tasks[id] for id in command.weights])
+            match command:
+                case Start(task):
+                    running[task.id] = task
+                    again = [id for id, old in lost.items() if _places([old]) == _places([task])]
+                    for id in again if task.attempt > 1 or header.state is not None else ():
+                        del lost[id]
+                case Cancel(id):
+                    history.dropped.append((index, _places([running.pop(id)])))
+                case Discard(id) if id in held:
+                    history.dropped.append((index, _places([held.pop(id)[0]])))
+                case Step(weights):
+                    results = [held.pop(id) for id in weights]
+                    if exact:
+                        vectors = [
+                            replica.compute(
+                                [history.models[task.version]], task, _until(samples)
+                            ).vector
+                            for task, samples in results
+                        ]
+                        span = 0, server.layout.size
+                        factors, sums = decoded(list(weights.values()), vectors, span)  # type: ignore[arg-type]
+                        server.step(factors, sums, frozenset())
+                    version += 1
+                    history.models[version] = server.vector.copy()
+                    history.used[version] = _places(task for task, _ in results)
+                    history.entry_of[version] = index
+    open_tasks = [*running.values(), *lost.values(), *(task for task, _ in held.values())]
+    history.pending = _places(open_tasks)
     return history
 
 
-def _result(replica: Any, history: History, task: Task, samples: int) -> Array:
-    outcome = replica.compute([history.models[task.version]], task, lambda done: done < samples)
-    vector: Array = outcome.vector
-    return vector
+def _until(samples: int) -> Any:
+    return lambda done: done < samples
 
 
-def _places(tasks: list[Task]) -> dict[Any, int]:
-    """Return where in the stream of data the samples are. Of parts, the step's own are."""
-    places: dict[Any, int] = {}
+def _places(tasks: Iterable[Task], beyond: int = 0) -> set[int]:
+    """Return where in the stream of data the samples are; parts have theirs by the step.
+
+    beyond: how many of the first are left out.
+    """
+    places: set[int] = set()
     for task in tasks:
-        if task.work.parts is not None:
-            continue
-        for place in range(task.draw, task.draw + task.samples * task.work.steps):
-            places[place] = places.get(place, 0) + 1
+        if task.work.parts is None:
+            places |= set(range(task.draw + beyond, task.draw + task.samples * task.work.steps))
     return places

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import paceline.checkpoint as checkpoint
 from paceline.callbacks import Callback, Progress
 from paceline.checkpoint import Checkpoints
 from paceline.core.journal import Entry, Header, read_entries, read_header
-from paceline.core.protocol import Command, Event, Policy, Step, WorkerId
+from paceline.core.protocol import Command, Event, Finished, Policy, Step, WorkerId
+from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer
 from paceline.learners.arrays import Quadratic
 from paceline.policies.coded import coded
@@ -139,6 +141,7 @@ class Storm:
         self, seed: int, case: Case, world: World, folder: Path, rng: random.Random
     ) -> None:
         self.seed, self.case, self.world, self.folder, self.rng = seed, case, world, folder, rng
+        self.weather = world.weather
         self.kills = 0
         self.segments: list[Path] = []
         self.every = rng.randint(2, 9)
@@ -149,7 +152,7 @@ class Storm:
         """Say what the storm was, and how to see it again."""
         return (
             f"seed {self.seed}: {self.case.name} on {self.case.workers} workers, "
-            f"{self.world.weather}; again: python benchmarks/chaos.py --seed {self.seed}"
+            f"{self.weather}; again: python benchmarks/chaos.py --seed {self.seed}"
         )
 
     def run(self) -> None:
@@ -201,7 +204,7 @@ class Storm:
         require(bool(np.isfinite(run.model).all()), "I9", f"the model is {run.model}")
         histories = [self._history(path) for path in self.segments]
         self._check_segments(histories, run)
-        check_samples(effective(histories), self.case)
+        check_samples(histories, steps)
 
     def _history(self, path: Path) -> History:
         header = read_header(path)
@@ -258,14 +261,22 @@ class CheckedRay(SimulatedRay):
             for id in command.weights:
                 held: Answer = self._reducer._held[id]  # type: ignore[union-attr]
                 require(held.token.task == id, "I1", f"{held.token} is used as task {id}")
+                require(held.token.run == self._run, "I2", f"{held.token} is of another run")
         super().execute(node, command)
         if isinstance(command, Step):
             assert self._job is not None
             finite = bool(np.isfinite(self._job.server.vector).all())
             require(finite, "I9", "a step made the model not finite")
 
+    def _finished(self, member: Member, future: Future[Any]) -> None:
+        before = len(self._events)
+        super()._finished(member, future)
+        told = any(isinstance(event, Finished) for event in list(self._events)[before:])
+        alive = self._pool is not None and self._pool.is_current(member)
+        require(not told or alive, "I2", f"a result of a former {member.name} was taken in")
+
     def check_closed(self) -> None:
-        alive = [actor.name for actor in self.world.actors if actor.alive]
+        alive = [a.name for a in self.world.actors if a.alive and not a.ending]
         require(not alive and self._pool is None, "I11", f"still there after the end: {alive}")
 
 
@@ -353,21 +364,27 @@ def check_journal(header: Header, entries: list[Entry], case: Case) -> None:
                 version += 1
 
 
-def effective(histories: list[History]) -> list[tuple[int, Mapping[Any, int]]]:
-    """Return for each step that counts in the end the samples that it used, with their places."""
-    steps: dict[int, Mapping[Any, int]] = {}
-    for history in histories:
-        for version in [v for v in steps if v > history.began]:
-            del steps[version]  # taken back by the crash
-        steps |= history.samples
-    return sorted(steps.items())
+def check_samples(histories: list[History], steps: int) -> None:
+    """I3: each sample that was handed out is used once, or was given up, or is still to be done.
 
-
-def check_samples(steps: list[tuple[int, Mapping[Any, int]]], case: Case) -> None:
-    """I3: each place in the stream of data is used once at most."""
-    require([v for v, _ in steps] == list(range(1, len(steps) + 1)), "I4", "steps are missing")
-    seen: set[Any] = set()
-    for version, samples in steps:
-        for place in samples:
-            require(place not in seen, "I3", f"step {version} uses {place} again")
-            seen.add(place)
+    What a crash took back is left out: of each life of the driver, all after the step from which
+    the next one went on.
+    """
+    used: dict[int, set[int]] = {}
+    dropped: set[int] = set()
+    for history, following in zip_longest(histories, histories[1:]):
+        last = inf if following is None else following.began
+        until = inf if following is None else history.entry_of.get(following.began, -1)
+        for version in [v for v in used if v > history.began]:
+            del used[version]
+        used |= {v: places for v, places in history.used.items() if v <= last}
+        dropped |= {p for at, places in history.dropped if at <= until for p in places}
+    require(sorted(used) == list(range(1, steps + 1)), "I4", "steps are missing")
+    seen: set[int] = set()
+    for version, places in sorted(used.items()):
+        again = places & seen
+        require(not again, "I3", f"step {version} uses samples {sorted(again)[:5]} again")
+        seen |= places
+    handed_out = set(range(max(seen, default=-1) + 1))
+    missing = handed_out - seen - dropped - histories[-1].pending
+    require(not missing, "I3", f"samples {sorted(missing)[:5]} were lost")

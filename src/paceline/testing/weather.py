@@ -176,7 +176,7 @@ class _Actor:
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.alive = True
+        self.alive, self.ending = True, False
         self._clock = 0.0
         self._worker = Worker(lambda: self._clock, lambda: Place("simulated", 0, ""))
         self._waiting: list[_Reference] = []
@@ -320,7 +320,12 @@ class _SimulatedCluster(Cluster):
         return thing
 
     def kill(self, actor: _Actor) -> None:
-        actor.die()
+        # One that is paused does not obey at once, and may answer in its last moments.
+        actor.ending = True
+        if self._world.rng.random() < 0.2:
+            self._world.after(self._world.rng.uniform(0, 30), actor.die)
+        else:
+            actor.die()
 
     def node(self) -> str:
         return "driver"
