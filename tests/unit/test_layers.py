@@ -85,7 +85,7 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint": {"numpy", "safetensors"},
     "trainer": {"numpy"},
     "swarm": {"numpy"},
-    "testing": {"hypothesis", "numpy", "ray"},
+    "testing": {"hypothesis", "numpy", "ray", "safetensors"},
     "cli": {"click"},
     "__main__": set(),
 }

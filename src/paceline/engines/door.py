@@ -33,7 +33,7 @@ class Door:
     def __init__(self, size: int, dtype: Any) -> None:
         self._size, self._dtype = size, np.dtype(dtype)
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
-        # The samples that results which were not finite are of, and how often they were so.
+        # The samples that refused results were of, and how often they were refused.
         self._refused: dict[tuple[int, ...], int] = {}
 
     def fault(
@@ -54,7 +54,7 @@ class Door:
         if not isinstance(stats, dict) or not all(type(v) is float for v in stats.values()):
             return "its statistics are not numbers"
         if vector is None:
-            return None if norm is None or not samples else self._far(norm)
+            return None if norm is None or not samples else self._far(task, norm)
         expected = -(-self._size // task.work.messages)
         if not isinstance(vector, np.ndarray) or vector.shape != (expected,):
             shape = getattr(vector, "shape", type(vector).__name__)
@@ -63,22 +63,23 @@ class Door:
             return f"it is of {vector.dtype} instead of {self._dtype}"
         if not samples:
             return None
-        return self._far(norm_of(vector))
+        return self._far(task, norm_of(vector))
 
-    def _far(self, norm: float) -> str | None:
+    def _far(self, task: Task, norm: float) -> str | None:
         if not isfinite(norm):
             return NOT_FINITE
         usual = median(self._norms) if len(self._norms) >= _KNOWN else 0.0
-        if usual and norm > FAR * usual:
+        if usual and norm > FAR * usual and not self.is_again(task):
             return f"its norm is {norm:.3g}, that of others {usual:.3g}"
         self._norms.append(norm)
         return None
 
-    def is_hopeless(self, task: Task) -> bool:
-        """Tell whether a result that is not finite is the model's fault, and no worker's.
+    def is_again(self, task: Task) -> bool:
+        """Tell whether a refused result is the model's doing, and no worker's fault.
 
         It is if the result of the same samples is so again, which are given to another process when
-        the first is ended. Of a coded batch several have parts: there it takes three.
+        the first is ended: then a large one is let in, and one that is not finite ends the run. Of
+        a coded batch several have parts: there it takes three.
         """
         samples = task.draw, *task.draws
         self._refused[samples] = self._refused.get(samples, 0) + 1

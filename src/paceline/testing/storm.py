@@ -48,7 +48,7 @@ from paceline.trainer import Run, Trainer
 
 TIMEOUT = 20.0
 """Seconds of virtual time that a task may take."""
-_STEPS = 24  # in bad weather
+_STEPS = 48  # in bad weather
 _CALM = 8  # and after it
 _MOST = 60_000  # things that happen in one run; more of them are a loop without progress
 
@@ -118,6 +118,7 @@ def play(seed: int, folder: Path, only: str | None = None) -> Outcome:
 
     only: the name of a case; by default any.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     case = case_of(rng)
     while only is not None and case.name != only:

@@ -492,7 +492,7 @@ class Ray:
 
     def _refuse(self, member: Member, task: Task | None, why: str) -> None:
         """Let a result not in; end its worker, unless it is not the worker's fault."""
-        if task is not None and why == NOT_FINITE and self._door.is_hopeless(task):
+        if task is not None and why == NOT_FINITE and self._door.is_again(task):
             self._events.append(
                 Interrupted(
                     f"results at version {task.version} are not finite, and not because of a "

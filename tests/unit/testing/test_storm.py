@@ -1,0 +1,137 @@
+"""Storms: nothing lost, nothing counted twice, no end to nothing; and bugs put in are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paceline as pl
+from paceline.core.protocol import Task, Work
+from paceline.engines.door import FAR, NOT_FINITE, Door, norm_of
+from paceline.testing.planted import BUGS, planted
+from paceline.testing.serial import serial
+from paceline.testing.storm import Violation, play
+from paceline.testing.weather import SimulatedRay, Weather, World
+
+CASES = (
+    *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
+    *("bandit", "ata", "local_sgd", "by speed", "coded", "encoded"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_promised_holds_in_a_storm(case: str, tmp_path: Path) -> None:
+    faults = 0
+    for seed in range(6):
+        outcome = play(seed, tmp_path / str(seed), case)
+        assert outcome.case.name == case
+        faults += outcome.faults.total()
+    assert faults > 30
+
+
+def test_the_same_seed_is_the_same_storm(tmp_path: Path) -> None:
+    for seed in (3, 8):
+        first, second = (play(seed, tmp_path / f"{seed}{name}") for name in "ab")
+        assert first.faults == second.faults and first.seconds == second.seconds
+        journals = [sorted((tmp_path / f"{seed}{name}").glob("*.jsonl")) for name in "ab"]
+        assert journals[0] and len(journals[0]) == len(journals[1])
+        for one, other in zip(*journals, strict=True):
+            assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
+    with planted(bug):
+        for seed in range(100):
+            try:
+                play(seed, tmp_path / str(seed))
+            except Violation as found:
+                assert f"chaos.py --seed {seed}" in str(found)
+                return
+    pytest.fail(f"{bug!r} was not found in 100 storms")
+
+
+# Such that none of 240 tasks takes three workers with it: then it is dropped, and that is seen.
+STORMY = Weather(lost=0.02, crash=0.02, wrong=0.02, twice=0.3, unknown=0.02, late=0.2)
+
+
+def test_bad_weather_does_not_change_what_sync_learns_from() -> None:
+    """Whoever is lost, his samples are computed by another, for the same step."""
+    learner = pl.Quadratic((1.0, 0.2), noise=0.5, batch_size=12)
+    steps = []
+    for weather in (Weather(), STORMY):
+        engine = SimulatedRay(4, World(5, weather, 4, 20.0), respawns=1000)
+        run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=60)
+        entries, server = list(run.journal), learner.server()
+        done = serial(run.journal.header, entries, learner, server, seed=0)
+        assert np.array_equal(done.models[60], run.model)
+        steps.append(done.used)
+    assert engine.world.faults.total() > 60
+    assert steps[0] == steps[1]
+
+
+# --- the door ------------------------------------------------------------------------------------
+
+TASK = Task(0, "w0", Work(), 0, 0.0, 8, 0)
+
+
+def test_the_door_lets_in_what_is_right_and_nothing_else() -> None:
+    door = Door(3, np.float64)
+    good = np.array([1.0, 2.0, 2.0])
+    for _ in range(4):
+        assert door.fault(TASK, good, 8, {"loss": 1.0}) is None
+    assert door.fault(TASK, None, 0, {}) is None  # given up
+    assert door.fault(TASK, 0.9 * FAR * good, 8, {}) is None  # large, and still possible
+    for bad, samples, stats, told in (
+        (good[:2], 8, {}, "shape (2,) instead of (3,)"),
+        (good.astype(np.float32), 8, {}, "float32 instead of float64"),
+        (good.reshape(1, 3), 8, {}, "shape (1, 3)"),
+        ([1.0, 2.0, 2.0], 8, {}, "shape list"),
+        (np.array([1.0, np.nan, 2.0]), 8, {}, NOT_FINITE),
+        (np.array([1.0, np.inf, 2.0]), 8, {}, NOT_FINITE),
+        (1e6 * good, 8, {}, "norm is 3e+06, that of others 3"),
+        (good, 9, {}, "claims 9 samples of 8"),
+        (good, -1, {}, "claims -1 samples of 8"),
+        (good, True, {}, "claims True samples"),
+        (good, 8, {"loss": "low"}, "statistics are not numbers"),
+        (good, 8, None, "statistics are not numbers"),
+    ):
+        fault = door.fault(TASK, bad, samples, stats)  # type: ignore[arg-type]
+        assert fault is not None and told in fault
+    assert door.fault(TASK, None, 8, {}, norm=np.inf) == NOT_FINITE  # as its worker says
+
+
+def test_a_norm_is_finite_exactly_if_all_values_are() -> None:
+    assert norm_of(np.array([3.0, 4.0], np.float32)) == 5.0
+    huge = np.array([1e38, 1e38], np.float32)  # whose squares are not finite
+    assert norm_of(huge) == pytest.approx(2**0.5 * 1e38, rel=1e-6)
+    for bad in (np.nan, np.inf, -np.inf):
+        assert not np.isfinite(norm_of(np.array([1.0, bad], np.float32)))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # which is the point
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_model_that_is_not_finite_anywhere_ends_the_run_and_says_so() -> None:
+    learner = pl.Quadratic((1.0,), lr=1e300, batch_size=4)  # overflows after two steps
+    engine = SimulatedRay(3, World(1, Weather(), 3, 20.0), respawns=1000)
+    run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=50)
+    assert "not because of a worker" in run.reason or "the loss is" in run.reason
+    assert run.steps < 5
+
+
+def test_whoever_keeps_failing_is_started_less_and_less_often() -> None:
+    world = World(1, Weather(gone=1), 3, 20.0)
+    engine = SimulatedRay(3, world, respawns=10**6)
+    run = pl.Trainer(
+        pl.Quadratic(batch_size=4), pl.k_sync(2), engine, min_workers=2, progress=False
+    ).fit(steps=200)
+    (name,) = world.gone
+    starts = sum(actor.name == name for actor in world.actors)
+    assert run.seconds > 150 and 5 <= starts < 8 + run.seconds / 30
