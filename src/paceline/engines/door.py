@@ -20,7 +20,7 @@ from paceline.learners.base import Array
 FAR = 1e4
 """Times the usual norm from which on a result is refused. Gradients of sound runs vary by factors
 of tens; what a flipped bit of an exponent makes of one is off by 1e9 and more."""
-_KNOWN = 3  # norms that must be known before one is called unusual
+KNOWN = 3  # norms that must be known before one is called unusual
 _REMEMBERED = 64
 
 
@@ -68,7 +68,7 @@ class Door:
     def _far(self, task: Task, norm: float) -> str | None:
         if not isfinite(norm):
             return NOT_FINITE
-        usual = median(self._norms) if len(self._norms) >= _KNOWN else 0.0
+        usual = median(self._norms) if len(self._norms) >= KNOWN else 0.0
         if usual and norm > FAR * usual and not self.is_again(task):
             return f"its norm is {norm:.3g}, that of others {usual:.3g}"
         self._norms.append(norm)

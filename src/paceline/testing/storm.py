@@ -25,6 +25,7 @@ from paceline.callbacks import Callback, Progress
 from paceline.checkpoint import Checkpoints
 from paceline.core.journal import Entry, Header, read_entries, read_header
 from paceline.core.protocol import Command, Event, Finished, Policy, Step, WorkerId
+from paceline.engines.door import KNOWN
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer
 from paceline.learners.arrays import Quadratic
@@ -244,6 +245,7 @@ class CheckedRay(SimulatedRay):
 
     def next_event(self) -> tuple[float, WorkerId, Event] | None:
         found = super().next_event()
+        self.world.usual_is_known = len(self._door._norms) >= KNOWN
         most = 8 * self.size + 64
         sizes = {
             "orders": len(self._orders),

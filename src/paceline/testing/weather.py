@@ -77,7 +77,7 @@ class World:
         self.weather, self.timeout = weather, timeout
         self.now = 0.0
         self.happened = 0
-        self.sound = 0  # good answers since the driver was started
+        self.usual_is_known = False  # how large results are, to the driver
         self.most = 10**9  # things that may happen; more of them are a loop without progress
         self.faults: Counter[str] = Counter()
         self.inbox = _Inbox(self)
@@ -124,7 +124,7 @@ class World:
         self.actors.clear()
         self._queue.clear()
         self.inbox.clear()
-        self.sound = 0
+        self.usual_is_known = False
 
 
 class _Inbox:
@@ -248,8 +248,6 @@ class _Actor:
             reply = ((*name[:3], name[3] + world.rng.choice((-1, 1, 7))), *rest)
         elif world.strikes("wrong"):
             reply = self._spoiled(reply, unpack(given[0])[1].attempt)
-        else:
-            world.sound += 1
         self._answer(reference, reply)
         if world.strikes("twice"):
             world.after(world.rng.uniform(0, 8), lambda: reference.answer(reply))
@@ -266,10 +264,10 @@ class _Actor:
             return reply
         bad = np.array(vector)
         kinds = ["shape", "type", "samples"]
-        if self.world.sound >= 3:  # before, nobody knows what is usual
-            kinds.append("large")
-        if attempt == 1:  # else it would look like the model's fault, and end the run
+        if attempt == 1:  # else it would look like the model's doing
             kinds += ["nan", "inf"]
+            if self.world.usual_is_known:
+                kinds.append("large")
         kind = self.world.rng.choice(kinds)
         if kind in ("nan", "inf") and bad.dtype.kind == "f":
             bad[self.world.rng.randrange(bad.size)] = float(kind)
