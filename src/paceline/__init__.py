@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.engines.ray.engine import Ray
     from paceline.engines.simulator import Link, Simulator
     from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
+    from paceline.learners.robust import CenteredClip, MultiKrum, TrimmedMean
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
     from paceline.planner.asynchrony import largest_rate
@@ -110,6 +111,7 @@ _HOMES = {
     "paceline.engines.ray.engine": "Ray",
     "paceline.engines.simulator": "Link Simulator",
     "paceline.learners.arrays": "LeastSquares Logistic Quadratic Timing",
+    "paceline.learners.robust": "CenteredClip MultiKrum TrimmedMean",
     "paceline.learners.torch": "TorchLearner",
     "paceline.learners.transforms": "ClipNorm TrustRatio",
     "paceline.planner.asynchrony": "largest_rate",
@@ -155,6 +157,7 @@ __all__ = [
     "Bursts",
     "BySpeed",
     "Callback",
+    "CenteredClip",
     "Chain",
     "Changed",
     "CheckpointError",
@@ -194,6 +197,7 @@ __all__ = [
     "LowRank",
     "MinWorkers",
     "Mixture",
+    "MultiKrum",
     "OnChange",
     "Pareto",
     "PerWorker",
@@ -221,6 +225,7 @@ __all__ = [
     "TorchLearner",
     "Trace",
     "Trainer",
+    "TrimmedMean",
     "TrustRatio",
     "Until",
     "Work",

@@ -29,7 +29,8 @@ from paceline.data.partition.base import Partition
 from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
-from paceline.learners.base import Learner
+from paceline.learners.base import Learner, Server
+from paceline.learners.robust import Robust, RobustServer
 from paceline.policies.gossip import Gossip
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
@@ -126,6 +127,8 @@ class Trainer:
     codec: what results are encoded with on their way: `Feedback(TopK(0.01))`, `BFloat16()`, …
     down: what models are encoded with on theirs, as changes of a copy that both ends keep:
         `TopK(0.1)`, `Int8()`, …
+    robust: what is done in the place of the mean, so that a few wrong results cannot spoil a step:
+        `TrimmedMean(1)`, `MultiKrum(1)`, `CenteredClip(radius)`.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Trainer:
         placement: Placement | None = None,
         codec: Codec | None = None,
         down: Codec | None = None,
+        robust: Robust | None = None,
     ) -> None:
         if isinstance(policy, str):
             if placement is not None:
@@ -183,7 +187,10 @@ class Trainer:
         _check_prices(self._prices, policy, learner, engine.size)
         self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
         self._checkpoints, self._journal_path = checkpoints, journal
-        self._server = learner.server()
+        self._robust = robust
+        if robust is not None:
+            _check_robust(robust, policy, engine.size)
+        self._server = self._make_server()
         self._arithmetic = not isinstance(learner, Timing)
         self._snapshot: Snapshot | None = None
         self._saved: Path | None = None
@@ -251,7 +258,7 @@ class Trainer:
                 self._drive(coordinator, meter, until)
                 self._snapshot = self._take(coordinator)
             except BaseException:
-                self._server = self._learner.server()  # back to where the books are
+                self._server = self._make_server()  # back to where the books are
                 if self._snapshot is not None:
                     self._server.load(self._snapshot.server)
                 raise
@@ -394,6 +401,10 @@ class Trainer:
                 if saves is not None and due and self._is_sound(meter):
                     self._save(saves, self._take(coordinator))
 
+    def _make_server(self) -> Server:
+        server = self._learner.server()
+        return server if self._robust is None else RobustServer(server, self._robust)
+
     def _is_sound(self, meter: Meter) -> bool:
         """Tell whether the last loss is a number; a model that has lost it is not worth saving."""
         losses = meter.columns["loss"]
@@ -437,6 +448,7 @@ class Trainer:
             "policy": describe(self._policy),
             **({} if self._codec is None else {"codec": describe(self._codec)}),
             **({} if self._down is None else {"down": describe(self._down)}),
+            **({} if self._robust is None else {"robust": describe(self._robust)}),
         }
 
 
@@ -587,6 +599,20 @@ def _check_letters(policy: Policy, learner: Learner, codec: Codec | None) -> Non
     check_memoryless(codec, "codec")
     assert isinstance(policy, Gossip)
     check_partial(codec, policy.trigger)
+
+
+def _check_robust(robust: Robust, policy: Policy, workers: int) -> None:
+    """Refuse what cannot outvote the bad ones, as far as it is known."""
+    inner = _innermost(policy)
+    if isinstance(inner, Gossip):
+        raise ValueError("robust= is for a main node; without one every node averages as it can")
+    if hasattr(inner, "code"):
+        raise ValueError(
+            "a gradient code decodes from all results together; use coded(…, verify=1) to find "
+            "wrong ones, or robust= with a policy that averages"
+        )
+    k = getattr(inner, "k", None)
+    robust.check(k if isinstance(k, int) else workers)
 
 
 def _tiles(placement: Placement | None, learner: Learner) -> Partition | None:

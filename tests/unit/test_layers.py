@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "callbacks",
         "checkpoint",
         "codecs",
+        "codes",
         "data",
         "engines",
         "learners",
