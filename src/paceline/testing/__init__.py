@@ -10,20 +10,26 @@ from paceline.testing.slow import SlowWorkers, Throttle
 
 if TYPE_CHECKING:
     from paceline.testing.histories import History, check_books, legal_histories
+    from paceline.testing.storm import Case, Violation, play
 
 __all__ = [
+    "Case",
     "Done",
     "History",
     "ScriptedEngine",
     "SlowWorkers",
     "Throttle",
+    "Violation",
     "check_books",
     "legal_histories",
+    "play",
     "transcript",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Case", "Violation", "play"):  # which need Ray
+        return getattr(importlib.import_module("paceline.testing.storm"), name)
     if name in ("History", "check_books", "legal_histories"):
         try:
             return getattr(importlib.import_module("paceline.testing.histories"), name)

@@ -114,15 +114,16 @@ class Outcome:
     seconds: float = 0.0  # of virtual time
 
 
-def play(seed: int, folder: Path, only: str | None = None) -> Outcome:
+def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:
     """Train through a storm; raise `Violation` if a promise is broken.
 
-    only: the name of a case; by default any.
+    folder: an empty one, for checkpoints and journals.
+    only: a case of your own, or the name of one; by default any.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    case = case_of(rng)
-    while only is not None and case.name != only:
+    case = case_of(rng) if not isinstance(only, Case) else only
+    while isinstance(only, str) and case.name != only:
         case = case_of(rng)
     weather = Weather.of(rng, case.workers - case.needs)
     world = World(seed, weather, case.workers, TIMEOUT)
