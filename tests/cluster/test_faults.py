@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -244,3 +246,43 @@ def test_results_do_not_pile_up_in_the_object_store(ray_workers: pl.Ray) -> None
     node = ray.available_resources().get("object_store_memory", 0.0)
     total = ray.cluster_resources()["object_store_memory"]
     assert total - node < 80e6, f"{(total - node) / 1e6:.0f} MB are still held"
+
+
+def spoiled_loss(flag: Path, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Be not a number in the process whose number is in a file."""
+    loss = cross_entropy(model, batch)
+    return loss * float("nan") if flag.exists() and flag.read_text() == str(os.getpid()) else loss
+
+
+def test_a_worker_whose_results_are_not_finite_is_ended_and_the_run_goes_on(
+    ray_workers: pl.Ray, tmp_path: Path
+) -> None:
+    flag, plain = tmp_path / "spoiled", make_learner()
+    bad: list[int] = []
+
+    def spoil() -> None:
+        bad.append(ray_workers.pids()["w1"])
+        flag.write_text(str(bad[0]))
+
+    learner = pl.TorchLearner(
+        plain.model, partial(spoiled_loss, flag), plain.optimizer, plain.dataset, plain.batch_size
+    )
+    trainer = pl.Trainer(learner, pl.sync(), ray_workers, progress=False, callbacks=[At(4, spoil)])
+    run = trainer.fit(steps=40)
+    assert run.steps == 40 and Left("w1") in lives(run)
+    assert bool(torch.isfinite(flat(run.model)).all()) and np.isfinite(run.metrics["loss"]).all()
+    assert not Path(f"/proc/{bad[0]}").exists()
+
+
+def nothing_but_nan(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(model, batch) * float("nan")
+
+
+def test_a_model_that_is_not_finite_on_anyone_ends_the_run(ray_workers: pl.Ray) -> None:
+    plain = make_learner()
+    learner = pl.TorchLearner(
+        plain.model, nothing_but_nan, plain.optimizer, plain.dataset, plain.batch_size
+    )
+    run = pl.Trainer(learner, pl.sync(), ray_workers, progress=False).fit(steps=10)
+    assert "not because of a worker" in run.reason and run.steps == 0
+    assert bool(torch.isfinite(flat(run.model)).all())

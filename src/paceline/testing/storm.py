@@ -8,6 +8,7 @@ promise raises `Violation`, with the one command that shows it again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -128,12 +129,17 @@ def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:
     weather = Weather.of(rng, case.workers - case.needs)
     world = World(seed, weather, case.workers, TIMEOUT)
     storm = Storm(seed, case, world, folder, rng)
+    log = logging.getLogger("paceline")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # workers are lost all the time
     try:
         storm.run()
     except Violation as error:
         raise Violation(f"{error}\n{storm.told()}") from error
     except Exception as error:
         raise Violation(f"{type(error).__name__}: {error}\n{storm.told()}") from error
+    finally:
+        log.setLevel(level)
     return Outcome(case, weather, world.faults, storm.kills, world.happened, world.now)
 
 
