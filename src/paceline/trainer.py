@@ -503,12 +503,15 @@ class Trainer:
             return
         try:
             checkpoints.save(snapshot, self._server.export())
-            self._saved = place
+        except CheckpointError as error:
+            logger.warning("step %d is not saved: %s", snapshot.step, error)
+            return
+        self._saved = place
+        logger.info("saved %s", place)
+        try:
             checkpoints.prune()
         except (CheckpointError, OSError) as error:
-            logger.warning("training goes on, but %s", error)
-            return
-        logger.info("saved %s", place)
+            logger.warning("older checkpoints are not deleted: %s", error)
 
     def _about(self) -> dict[str, Any]:
         """What a resumed run must have in common with the first."""

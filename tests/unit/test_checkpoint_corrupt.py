@@ -441,5 +441,5 @@ def test_a_save_that_fails_does_not_end_the_run(
         run = make(folder, callbacks=[Break()]).fit(steps=9)
     assert run.steps == 9
     (told,) = caplog.messages
-    assert told.startswith(f"training goes on, but {folder / 'step-00000006'} cannot be written: ")
+    assert told.startswith(f"step 6 is not saved: {folder / 'step-00000006'} cannot be written: ")
     assert FORMAT == 1 and [path.name for path in folder.iterdir()] == ["step-00000009"]

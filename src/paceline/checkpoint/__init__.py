@@ -140,7 +140,10 @@ class Checkpoints:
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             store = Store(place, dict(self.options or {}), self.timeout)
             store.get(Path(folder))
-            yield Path(folder)
+            try:
+                yield Path(folder)
+            except CheckpointError as error:  # told of where it is, not of the copy
+                raise type(error)(str(error).replace(folder, place)) from error
 
 
 def write(
