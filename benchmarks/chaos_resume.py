@@ -110,12 +110,20 @@ def cluster() -> Iterator[str]:
         holder.stdout.close()
 
 
-def kills(count: int, policy: str = "sync", seed: int = 0) -> dict[str, Any]:
-    """Kill a driver so many times, and tell what came of it; raise if a promise is broken."""
+def kills(
+    count: int, policy: str = "sync", seed: int = 0, address: str | None = None
+) -> dict[str, Any]:
+    """Kill a driver so many times, and tell what came of it; raise if a promise is broken.
+
+    address: of a cluster that is there; by default one is started.
+    """
+    if address is None:
+        with cluster() as started:
+            return kills(count, policy, seed, started)
     rng = random.Random(seed)
-    steps = (EVERY + 4) * count
+    steps = (2 * EVERY + 4) * count  # it does not end by itself before
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as made, cluster() as address:
+    with tempfile.TemporaryDirectory() as made:
         folder, alone = Path(made) / "killed", Path(made) / "alone"
         folder.mkdir()
         lives = [_life(folder, address, policy, steps, rng) for _ in range(count)]
@@ -150,12 +158,13 @@ def _life(
     torn = rng.random() < 0.4
     after = rng.randint(1, 2 * EVERY)  # steps, counted from its first
     moment = rng.random() * 0.02
+    before = _halves(saved)
     driver = _train(folder, address, policy, steps)
     diary = folder / f"diary-{driver.pid}"
     try:
         _until(diary.exists, driver)
         if torn:
-            _until(lambda: any(saved.glob(".*.partial")), driver)
+            _until(lambda: _halves(saved) - before, driver)
         else:
             _until(lambda: diary.read_text().count("\n") >= after, driver)
             time.sleep(moment)
@@ -170,8 +179,17 @@ def _life(
     whole = [int(path.name.removeprefix("step-")) for path in saved.glob("step-*")]
     redone = reached - max(whole, default=0)
     assert 0 <= redone <= EVERY, f"at step {reached}, and the checkpoints are {sorted(whole)}"
-    left = any(saved.glob(".*.partial"))
+    left = bool(_halves(saved) - before)
     return {"torn": left, "redone": redone, "gone": round(gone, 2), "from": max(whole, default=0)}
+
+
+def _halves(saved: Path) -> set[tuple[str, int]]:
+    """Return the checkpoints that were begun and not ended."""
+    found = set()
+    for path in saved.glob(".*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # it was ended just now
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
 
 
 def _finish(folder: Path, address: str, policy: str, steps: int) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import pickle
 import random
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -443,3 +444,41 @@ def test_a_save_that_fails_does_not_end_the_run(
     (told,) = caplog.messages
     assert told.startswith(f"step 6 is not saved: {folder / 'step-00000006'} cannot be written: ")
     assert FORMAT == 1 and [path.name for path in folder.iterdir()] == ["step-00000009"]
+
+
+def test_a_disk_without_room_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Fill(pl.Callback):
+        def stepped(self, progress: pl.Progress) -> None:
+            if progress.step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+            if progress.step == 3:
+                (left,) = tmp_path.iterdir()  # and nothing half of a checkpoint
+                assert left.name == "step-00000001"
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    learner = pl.Quadratic(tuple(np.linspace(1, 0.1, 300_000)))
+    saves = pl.Checkpoints(tmp_path, every=1)
+    trainer = pl.Trainer(
+        learner, pl.sync(), pl.Simulator(2), checkpoints=saves, progress=False, callbacks=[Fill()]
+    )
+    try:
+        with caplog.at_level(logging.WARNING):
+            trainer.fit(steps=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (told,) = caplog.messages
+    assert told.startswith("step 2 is not saved: ")
+    names = ["step-00000001", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
+    for name in (".step-00000001.partial", ".step-00000003.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").touch()
+    make(tmp_path).fit(steps=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

@@ -114,8 +114,12 @@ class Checkpoints:
             for name in store.complete(_PREFIX)[: -self.keep]:
                 store.remove(name)
             return
-        for old in _complete(Path(self.path))[: -self.keep]:
+        whole = _complete(Path(self.path))
+        for old in whole[: -self.keep]:
             shutil.rmtree(old)
+        for left in Path(self.path).glob(f".{_PREFIX}*"):
+            if left not in whole:  # but half of one, of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
 
     def found(self) -> list[str]:
         """Return the places of all checkpoints that have a manifest, the last written first.
@@ -153,9 +157,13 @@ def write(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    fill(partial, snapshot, model, key)
-    for file in partial.iterdir():
-        _flush(file)
+    try:
+        fill(partial, snapshot, model, key)
+        for file in partial.iterdir():
+            _flush(file)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a disk that is full may need the room
+        raise
     aside = _aside(folder)
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from paceline.learners.base import Array, Saved
@@ -66,8 +66,11 @@ def fill(
     if snapshot.engine is not None:
         arrays |= {f"engine/{name}": array for name, array in snapshot.engine.arrays.items()}
         data["engine"] = snapshot.engine.data
-    save_file(contiguous(model), folder / MODEL)
-    save_file(contiguous(arrays), folder / ARRAYS)
+    try:
+        save_file(contiguous(model), folder / MODEL)
+        save_file(contiguous(arrays), folder / ARRAYS)
+    except SafetensorError as error:  # which is all that it has for a disk that is full
+        raise OSError(f"{folder}: {error}") from error
     (folder / STATE).write_text(json.dumps(data, allow_nan=False))
     files = {name: digest(folder / name) for name in (MODEL, STATE, ARRAYS)}
     manifest: dict[str, Any] = {"format": FORMAT, "step": snapshot.step, "sha256": files}
