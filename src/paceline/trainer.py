@@ -222,8 +222,7 @@ class Trainer:
         ends = self._ends(epochs, steps, seconds, until)
         if isinstance(self._policy, Gossip):
             return self._fit_peers(self._policy, ends, until)
-        inflight = self._snapshot is not None and self._snapshot.engine is not None
-        started = MinWorkers(0 if inflight else self._min_workers, self._policy)
+        started = MinWorkers(0 if self._is_under_way() else self._min_workers, self._policy)
         policy = Until(started, **ends)
         coordinator = self._coordinator(policy)
         meter = Meter.begin(coordinator.journal.header)
@@ -361,6 +360,13 @@ class Trainer:
         check_engine(fresh, restored, files)
 
     # --- the parts of fit ------------------------------------------------------------------------
+
+    def _is_under_way(self) -> bool:
+        """Tell whether workers were given tasks that go on, so that none is waited for."""
+        if self._snapshot is None or self._snapshot.engine is None:
+            return False
+        books: Mapping[str, Any] = self._snapshot.coordinator["ledger"]["fields"]
+        return int(books["_next_id"]["value"]) > 0
 
     def _fit_peers(
         self, policy: Gossip, ends: dict[str, float], until: Callable[[Progress], bool] | None

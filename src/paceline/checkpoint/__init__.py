@@ -7,6 +7,7 @@ be renamed, its manifest comes last: without one it is not there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ __all__ = [
     "write",
 ]
 _PREFIX = "step-"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,9 @@ class Checkpoints:
             return [f"{self.path}/{name}" for name in reversed(names)]
         if (Path(self.path) / MANIFEST).is_file():
             return [str(self.path)]
+        for folder in sorted(Path(self.path).glob(f"{_PREFIX}*")):
+            if not (folder / MANIFEST).is_file():
+                logger.warning("%s is passed over: it has no %s", folder, MANIFEST)
         return [str(folder) for folder in reversed(_complete(Path(self.path)))]
 
     @contextlib.contextmanager
