@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import platform
 import signal
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-import paceline.checkpoint as checkpoint
 from paceline.callbacks import Callback, Live, Progress, ProgressLine, progress_of
-from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
+from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot, Unreachable
+from paceline.checkpoint.files import Files
+from paceline.checkpoint.fits import check_coordinator, check_engine, check_model, check_server
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work, WorkerId
@@ -193,7 +195,7 @@ class Trainer:
         self._server = self._make_server()
         self._arithmetic = not isinstance(learner, Timing)
         self._snapshot: Snapshot | None = None
-        self._saved: Path | None = None
+        self._saved: str | None = None
 
     @property
     def learner(self) -> Learner:
@@ -227,8 +229,7 @@ class Trainer:
         ends = self._ends(epochs, steps, seconds, until)
         if isinstance(self._policy, Gossip):
             return self._fit_peers(self._policy, ends, until)
-        inflight = self._snapshot is not None and self._snapshot.engine is not None
-        started = MinWorkers(0 if inflight else self._min_workers, self._policy)
+        started = MinWorkers(0 if self._is_under_way() else self._min_workers, self._policy)
         policy = Until(started, **ends)
         coordinator = self._coordinator(policy)
         meter = Meter.begin(coordinator.journal.header)
@@ -245,6 +246,8 @@ class Trainer:
             self._down,
         )
         save_state(coordinator.policy)  # what cannot be saved is told now, not after hours
+        if self._checkpoints is not None:
+            self._checkpoints.check()
         ended = _Reason()
         with contextlib.ExitStack() as finally_:
             finally_.callback(ended.tell, self._callbacks)
@@ -269,29 +272,108 @@ class Trainer:
         learned, journals = _innermost(coordinator.policy), {MAIN: coordinator.journal}
         return Run(model, meter.arrays(), meter, journals, policy, reason, learned)
 
-    def resume(self, path: Path | str, *, missing_ok: bool = False) -> Trainer:
-        """Continue from a checkpoint, or from the newest one in a folder of them.
+    def resume(self, path: Path | str | Checkpoints, *, missing_ok: bool = False) -> Trainer:
+        """Continue from a checkpoint, or from the newest good one in a folder of them.
 
-        The trainer must be made like the one that saved it. On the simulator, and on Ray under
+        The trainer must be made like the one that saved it. One that is damaged or does not fit is
+        passed over with a warning, unless the path is its own. On the simulator, and on Ray under
         `sync`, the trajectory is bit for bit the one that was interrupted. With `missing_ok` a
         run without checkpoints begins at the beginning.
         """
         if isinstance(self._policy, Gossip):
             raise ValueError("a run without a main node cannot be resumed yet; see checkpoints=")
-        if missing_ok and not checkpoint.exists(path):
+        saves = self._saves_at(path)
+        found = saves.found()
+        if not found and missing_ok:
             return self
-        snapshot = checkpoint.read(path)
-        if not isinstance(self._engine, Simulator):  # work in flight is handed out again
-            snapshot = replace(snapshot, engine=None)
-        mine, theirs = self._about(), dict(snapshot.about)
+        if not found:
+            raise CheckpointError(
+                f"no checkpoint at {saves.path}: no step-… folder with a manifest; to begin at the "
+                "beginning then, use resume(…, missing_ok=True)"
+            )
+        refused = []
+        for place in found:
+            try:
+                with saves.fetched(place) as folder:
+                    snapshot, server = self._taken(place, folder, saves.key)
+            except (_OtherRun, Unreachable):
+                raise
+            except CheckpointError as error:
+                if found == [str(saves.path)]:
+                    raise
+                refused.append(str(error))
+                logger.warning("%s is passed over: %s", place, error)
+                continue
+            self._snapshot, self._server, self._saved = snapshot, server, place
+            return self
+        raise CheckpointError(
+            f"none of the checkpoints at {saves.path} is good: {'; '.join(refused)}"
+        )
+
+    def _saves_at(self, path: Path | str | Checkpoints) -> Checkpoints:
+        """Return what is known of checkpoints at a path."""
+        if isinstance(path, Checkpoints):
+            return path
+        known = self._checkpoints
+        if known is not None and f"{path}/".startswith(f"{known.path}/"):
+            return replace(known, path=path)  # with the same options and key
+        return Checkpoints(path)
+
+    def _taken(self, place: str, folder: Path, key: bytes | None) -> tuple[Snapshot, Server]:
+        """Return the state in a checkpoint, and a server that has it; all else stays as it is."""
+        try:
+            files = Files(folder, key)
+            self._compare_about(place, files.data["about"])
+            check_coordinator(self._policy, self._learner.batch_size, files)
+            check_server(self._learner, files)
+            snapshot, server = files.snapshot(), self._learner.server()
+            server.load(snapshot.server)
+            check_model(server, files)
+            if not isinstance(self._engine, Simulator):  # work in flight is handed out again
+                return replace(snapshot, engine=None), server
+            if snapshot.engine is not None:
+                self._compare_engine(place, snapshot, server, files)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a forged state may fail anywhere in what is made of it
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{place} does not fit this run: {why}; use another") from error
+        return snapshot, server
+
+    def _compare_about(self, place: str, theirs: Mapping[str, Any]) -> None:
+        mine = self._about()
         if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
             told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
-            raise CheckpointError(f"{path} is not of this run: {told}; make the trainer alike")
-        self._server.load(snapshot.server)
-        self._snapshot = snapshot
-        return self
+            raise _OtherRun(f"{place} is not of this run: {told}; make the trainer alike")
+
+    def _compare_engine(self, place: str, snapshot: Snapshot, server: Server, files: Files) -> None:
+        """Have a simulator like ours take over what was saved, to see whether it does."""
+        job = Job(
+            self._learner, server, frozenset(), self._seed, 0.0, snapshot.step,
+            self._min_workers, self._tiles, self._codec, self._down,
+        )  # fmt: skip
+        assert snapshot.engine is not None
+        workers = snapshot.engine.data.get("workers")
+        if isinstance(workers, dict) and len(workers) != self._engine.size:
+            raise _OtherRun(
+                f"{place} is not of this run: the saved run had {len(workers)} workers and this "
+                f"simulator has {self._engine.size}; make it alike"
+            )
+        engines = [copy.copy(self._engine), copy.copy(self._engine)]
+        for engine, saved in zip(engines, (None, snapshot.engine), strict=True):
+            engine.open(job, saved)
+        fresh, restored = (engine.save() for engine in engines)
+        assert fresh is not None and restored is not None
+        check_engine(fresh, restored, files)
 
     # --- the parts of fit ------------------------------------------------------------------------
+
+    def _is_under_way(self) -> bool:
+        """Tell whether workers were given tasks that go on, so that none is waited for."""
+        if self._snapshot is None or self._snapshot.engine is None:
+            return False
+        books: Mapping[str, Any] = self._snapshot.coordinator["ledger"]["fields"]
+        return int(books["_next_id"]["value"]) > 0
 
     def _fit_peers(
         self, policy: Gossip, ends: dict[str, float], until: Callable[[Progress], bool] | None
@@ -432,13 +514,21 @@ class Trainer:
         )
 
     def _save(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
-        folder = checkpoints.folder(snapshot.step)
-        if self._saved == folder:  # at the last step, and then at the end
+        """Save, or say why not: a store that is away for a while does not end a run of hours."""
+        place = checkpoints.place(snapshot.step)
+        if self._saved == place:  # at the last step, and then at the end; or resumed from it
             return
-        self._saved = folder
-        checkpoint.write(folder, snapshot, self._server.export())
-        checkpoints.prune()
-        logger.info("saved %s", folder)
+        try:
+            checkpoints.save(snapshot, self._server.export())
+        except CheckpointError as error:
+            logger.warning("step %d is not saved: %s", snapshot.step, error)
+            return
+        self._saved = place
+        logger.info("saved %s", place)
+        try:
+            checkpoints.prune()
+        except (CheckpointError, OSError) as error:
+            logger.warning("older checkpoints are not deleted: %s", error)
 
     def _about(self) -> dict[str, Any]:
         """What a resumed run must have in common with the first."""
@@ -450,6 +540,10 @@ class Trainer:
             **({} if self._down is None else {"down": describe(self._down)}),
             **({} if self._robust is None else {"robust": describe(self._robust)}),
         }
+
+
+class _OtherRun(CheckpointError):
+    """It is whole, and of a run that was made in another way: an older one would be too."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ PAGES = [
         f"docs/{page}.md"
         for page in (
             "guide",
+            "checkpoints",
             "planning",
             "selection",
             "placement",

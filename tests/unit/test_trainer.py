@@ -511,17 +511,17 @@ def test_the_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> 
     other, told = DIFFERENT[name]
     with pytest.raises(pl.CheckpointError) as refusal:
         other().resume(tmp_path)
-    assert str(refusal.value) == f"{tmp_path} is not of this run: {told}; make the trainer alike"
+    place = tmp_path / "step-00000002"
+    assert str(refusal.value) == f"{place} is not of this run: {told}; make the trainer alike"
 
 
 @pytest.mark.parametrize("workers", [3, 5])
 def test_a_simulation_goes_on_with_its_own_workers(workers: int, tmp_path: Path) -> None:
     """Its events in flight are of them; on Ray, where there are none, any number will do."""
     trainer(checkpoints=pl.Checkpoints(tmp_path)).fit(steps=2)
-    other = trainer(engine=pl.Simulator(workers)).resume(tmp_path)
     told = f"the saved run had 4 workers and this simulator has {workers}; make it alike"
-    with pytest.raises(ValueError, match=told):
-        other.fit(steps=4)
+    with pytest.raises(pl.CheckpointError, match=told):
+        trainer(engine=pl.Simulator(workers)).resume(tmp_path)
 
 
 def test_a_policy_with_a_bound_function_is_described_alike_in_another_process() -> None:

@@ -1,0 +1,215 @@
+"""Whether a checkpoint fits what is to be resumed: hashes do not tell, for anyone can make them.
+
+All is compared with what the trainer has, before it takes over anything: a state of other arrays,
+fields or types is refused, whatever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+
+from paceline.checkpoint.files import ARRAYS, MODEL, CheckpointError, Files, Kind, kind_of
+from paceline.core.coordinator import Coordinator
+from paceline.core.ledger import Ledger
+from paceline.core.protocol import Policy, Result, Task
+from paceline.core.state import decode, encode, load_state, save_state
+from paceline.learners.base import Learner, Saved, Server
+
+_COUNTED = {"gathered", "_shares"}
+"""Fields of the books that are counted anew, since older ones lack them."""
+
+
+def check_server(learner: Learner, files: Files) -> None:
+    """Refuse arrays and settings that a server of this learner does not have at that step."""
+    server = learner.server()
+    if files.step:  # an optimizer makes its state in its first step
+        server.step([1.0], [np.zeros_like(getattr(server, "vector", 0.0))], frozenset())
+    mine, kinds = server.save(), files.kinds(ARRAYS)
+    theirs = {n.removeprefix("server/"): k for n, k in kinds.items() if n.startswith("server/")}
+    expected = {name: kind_of(array) for name, array in mine.arrays.items()}
+    if "values" in expected:
+        values = expected["values"]
+        optional = {"previous": (values[0], (server.layout.trained,)), "age": ("I64", ())}
+        expected |= {name: kind for name, kind in optional.items() if name in theirs}
+    known = {n for n, kind in theirs.items() if n not in expected and _is_later(n, kind, server)}
+    theirs = {name: kind for name, kind in theirs.items() if name not in known}
+    _compare(expected, theirs, files, ARRAYS)
+    exported = {name: kind_of(array) for name, array in server.export().items()}
+    _compare(exported, files.kinds(MODEL), files, MODEL)
+    odd = [n for n in kinds if not n.startswith(("server/", "engine/"))]
+    if odd:
+        raise _unfit(files, f"there is {odd[0]!r} in {ARRAYS}")
+    if files.data["engine"] is not None and "values" in expected:
+        for name, kind in kinds.items():
+            if name.startswith(("engine/model.", "engine/result.")) and kind != expected["values"]:
+                raise _unfit(files, f"{name!r} is {_told(kind)}, not {_told(expected['values'])}")
+    _alike(files.data["server"], mine.data, "server", files)
+
+
+def check_model(server: Server, files: Files) -> None:
+    """Refuse a model that is not the one in the state, as it was loaded into a server."""
+    mine = server.export()
+    for name, array in files.arrays(MODEL):
+        if array.tobytes() != mine[name].tobytes():
+            raise _unfit(files, f"{name!r} in {MODEL} is not what {ARRAYS} says")
+
+
+def check_coordinator(policy: Policy, batch: int, files: Files) -> None:
+    """Refuse the state of another policy, and books that contradict themselves."""
+    saved = files.data["coordinator"]
+    if set(saved) != {"policy", "ledger"}:
+        raise _unfit(files, f"the coordinator's state has the parts {sorted(saved)}")
+    coordinator = Coordinator(policy, batch)
+    _check_fields(saved["policy"], coordinator.policy, "policy", files)
+    _check_fields(saved["ledger"], coordinator.ledger, "ledger", files)
+    load_state(coordinator.policy, saved["policy"])
+    coordinator.ledger.restore(saved["ledger"])
+    if wrong := _contradiction(coordinator.ledger, files.step):
+        raise _unfit(files, f"in its books, {wrong}")
+
+
+def check_engine(fresh: Saved, restored: Saved, files: Files) -> None:
+    """Refuse the state of a simulator that is another after it was taken over."""
+    saved = files.data["engine"]
+    _alike(saved, fresh.data, "engine", files)
+    if restored.data != saved:
+        raise _unfit(files, "the engine does not take its state over as it is")
+    state = decode(saved)
+    numbers = [state["now"], state["ready"], *(at for at, _, _ in state["queue"])]
+    counts = [state["order"], state["version"], *(order for _, order, _ in state["queue"])]
+    if not all(type(n) in (int, float) and isfinite(n) for n in numbers):
+        raise _unfit(files, "the engine has a time that is no number")
+    if not all(type(n) is int and n >= 0 for n in counts) or state["version"] != files.step:
+        raise _unfit(files, "the engine is at another step")
+    if not all(isinstance(task, Task) for task in state["tasks"]):
+        raise _unfit(files, "the engine has tasks that are none")
+
+
+def _compare(mine: Mapping[str, Kind], theirs: Mapping[str, Kind], files: Files, name: str) -> None:
+    for key in chain(mine, theirs):
+        if key not in theirs:
+            raise _unfit(files, f"{name} has no {key!r}")
+        if key not in mine:
+            raise _unfit(files, f"{name} has {key!r}, which this learner does not")
+        (dtype, shape), (other, found) = mine[key], theirs[key]
+        flat = len(shape) and found == (prod(shape),)  # as it comes from servers of slices
+        if dtype != other or (shape != found and not flat):
+            raise _unfit(files, f"{key!r} is {_told(theirs[key])}, not {_told(mine[key])}")
+
+
+def _is_later(name: str, kind: Kind, server: Server) -> bool:
+    """Tell whether an array may be of an optimizer that makes it in a later step than the first."""
+    own, _, rest = name.partition(".")
+    place, _, _ = rest.partition(".")
+    tensors = server.layout.tensors
+    if own != "optimizer" or not place.isdecimal() or int(place) >= len(tensors):
+        return False
+    return prod(kind[1]) <= tensors[int(place)]
+
+
+def _check_fields(theirs: Any, thing: Any, where: str, files: Files) -> None:
+    """Compare what `save_state` made of an object with one that is made alike."""
+    mine = save_state(thing)
+    if not isinstance(theirs, dict) or theirs.get("class") != mine["class"]:
+        raise _unfit(files, f"{where} is not of {mine['class']}")
+    if set(theirs) != set(mine):
+        raise _unfit(files, f"{where} has {sorted(theirs)}, not {sorted(mine)}")
+    if "fields" not in mine:  # it checks its state itself
+        return
+    fields = theirs["fields"]
+    if not isinstance(fields, dict) or not set(fields) | _COUNTED >= set(mine["fields"]):
+        raise _unfit(files, f"{where} lacks fields of {mine['class']}")
+    for name, item in fields.items():
+        own = mine["fields"].get(name)
+        if own is None:  # a field that is set when it is needed; the class says what it is
+            given = getattr(type(thing), name, None)
+            plain = given is None or isinstance(given, bool | int | float | str)
+            own = {"value": encode(given) if plain else None}
+            if callable(given) or isinstance(given, property):
+                raise _unfit(files, f"{where}.{name} is no field")
+        if not isinstance(item, dict) or set(item) != set(own):
+            raise _unfit(files, f"{where}.{name} is not of its kind")
+        if "object" in own:
+            _check_fields(item["object"], getattr(thing, name), f"{where}.{name}", files)
+        elif not _same_kind(item["value"], own["value"]):
+            raise _unfit(files, f"{where}.{name} is not of its kind")
+
+
+def _alike(theirs: Any, mine: Mapping[str, Any], where: str, files: Files) -> None:
+    """Compare the names in two states, and of what kind each is."""
+    if not isinstance(theirs, dict):
+        raise _unfit(files, f"the {where} has no settings")
+    if differing := set(theirs) ^ set(mine):
+        told = ", ".join(map(repr, sorted(differing)))
+        why = f"the {where} has other settings ({told}); was it saved with other versions?"
+        raise _unfit(files, why)
+    for name, own in mine.items():
+        item = theirs[name]
+        if not _same_kind(item, own):
+            raise _unfit(files, f"{name} of the {where} is not of its kind")
+        if name == "groups" and len(item) != len(own):
+            raise _unfit(files, f"the {where} has {len(item)} groups, not {len(own)}")
+        if name == "groups":
+            for one, other in zip(item, own, strict=True):
+                _alike(one, other, f"{where}'s group", files)
+        if name == "scheduler":
+            _alike(item, own, f"{where}'s schedule", files)
+
+
+def _same_kind(one: Any, other: Any) -> bool:
+    """Compare two values in JSON; what is not known yet may be of any kind."""
+    return one is None or other is None or _kind(one) == _kind(other)
+
+
+def _kind(value: Any) -> str:
+    """Name the kind of a value in JSON; whole and other numbers are of one."""
+    if isinstance(value, dict):
+        tag = str(value.get("type", "dict"))
+        return {"float": "number", "OrderedDict": "dict"}.get(tag, tag)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "number" if number else type(value).__name__
+
+
+def _contradiction(books: Ledger, step: int) -> str | None:
+    """Return what is wrong with restored books."""
+    counts = {
+        "version": books.version,
+        "samples": books.samples,
+        "_next_id": books._next_id,
+        "_next_draw": books._next_draw,
+    }
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            return f"{name} is {count!r}"
+    if books.version != step:
+        return f"the version is {books.version}, and the step {step}"
+    if type(books.now) not in (int, float) or not isfinite(books.now) or books.now < 0:
+        return f"the time is {books.now!r}"
+    for worker, busy in books.workers.items():
+        if type(worker) is not str or type(busy) is not int or busy < 0:
+            return f"a worker is {worker!r} with {busy!r} tasks"
+    if any(not isinstance(result, Result) for result in books.held.values()):
+        return "a result is none"
+    held = {id: result.task for id, result in books.held.items()}
+    for id, task in chain(books.running.items(), books.lost.items(), held.items()):
+        if type(id) is not int or not isinstance(task, Task) or task.id != id:
+            return f"task {id!r} is none"
+        numbers = task.version, task.samples, task.draw
+        if any(type(n) is not int or n < 0 for n in numbers) or task.version > step:
+            return f"task {id} is {task}"
+        if id >= books._next_id:
+            return f"task {id} is one of those to come"
+    return None
+
+
+def _told(kind: Kind) -> str:
+    return f"{kind[0]} {list(kind[1])}"
+
+
+def _unfit(files: Files, why: str) -> CheckpointError:
+    return CheckpointError(f"{files.folder} does not fit this run: {why}; use another")
