@@ -238,3 +238,15 @@ def test_the_doctor_asks_without_a_token(
     findings = json.loads(done.stdout)["findings"]
     assert any(f["level"] == level and text in f["text"] for f in findings), findings
     assert clusters.secret() not in done.stdout + done.stderr
+
+
+def test_a_cluster_of_our_own_has_a_token_for_one_user_alone(clusters: Clusters) -> None:
+    home = clusters.folder / "fresh"
+    home.mkdir()
+    given = {"address": None, "joined": False, "allow_insecure": False, "journal": None}
+    command = ["env", *UNSET, f"HOME={home}", sys.executable, "-c", CLIENT, json.dumps(given)]
+    done = clusters.hosts.run(1, ["sh", "-c", 'umask 000; exec "$@"', "sh", *command], timeout=90)
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2, done.stdout + done.stderr
+    token = home / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.read_text() not in done.stdout + done.stderr

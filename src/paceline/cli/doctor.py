@@ -183,8 +183,13 @@ def of_cluster(
 def _authentication(cluster: Mapping[str, Any]) -> Finding:
     if cluster["authentication"] == "token":
         return Finding("ok", "authenticated by a token")
-    if all(node["address"].startswith("127.") for node in cluster["nodes"]):
-        return Finding("ok", "not authenticated, and to be reached from this machine alone")
+    if cluster["started"]:
+        return Finding(
+            "warning",
+            "not authenticated: Ray listens on all addresses of this machine, although its node is "
+            "on loopback, and whoever reaches a port can run code",
+            "unset RAY_AUTH_MODE, which here is token by default, or close the ports",
+        )
     return Finding(
         "warning",
         "not authenticated: whoever reaches a port of the cluster can run code on it",
