@@ -92,21 +92,38 @@ def test_whoever_says_nothing_is_not_waited_for(
     assert time.monotonic() - began < 8  # and not the minutes of Ray
 
 
-def test_what_has_no_end_is_ended() -> None:
-    """The process that looks ends itself, whatever it hangs in."""
-    given = {"seconds": 0.2, "host": "", "port": 0, "client": False, "tls": None}
+def probed(look: str) -> subprocess.CompletedProcess[str]:
+    """Have the process look that looks, in another way."""
+    given = {"host": "", "port": 0, "client": False, "tls": None, "authorization": "Bearer secret"}
     code = (
-        "import sys, time; from paceline.engines.ray import probe;"
-        "probe.Probe.look = lambda self: time.sleep(60); probe.main()"
+        "import time; from paceline.engines.ray import probe;"
+        f"probe.Probe.look = lambda self: {look}; probe.main()"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
-        input=json.dumps({**given, "authorization": ""}),
+        input=json.dumps({**given, "seconds": 0.2}),
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert done.returncode == 3 and not done.stdout
+
+
+def test_what_has_no_end_is_ended() -> None:
+    """The process ends itself, whatever it hangs in."""
+    done = probed("time.sleep(60)")
+    assert done.returncode == preflight.LATE and not done.stdout
+
+
+def test_what_fails_does_not_tell_the_secret() -> None:
+    done = probed("{}[self._authorization]")
+    assert json.loads(done.stdout) == {"case": "failed", "detail": "KeyError"}
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_auto_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(pl.ClusterError, match=r"nobody answers at 127\.0\.0\.1:1"):
+        look("auto")
 
 
 @pytest.fixture(scope="session")

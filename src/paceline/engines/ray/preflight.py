@@ -26,6 +26,7 @@ from paceline.engines.ray import token_file
 
 SECONDS = 5.0
 """To answer at all."""
+LATE = 3  # the code of a process that had no more time, see probe.py
 _GRACE = 10.0  # beyond, for an interpreter to start on a busy machine
 _TLS_FILES = {
     "ca": "RAY_TLS_CA_CERT",
@@ -179,9 +180,8 @@ def _asked(given: dict[str, Any]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"case": "late"}
     if not done.stdout:
-        return (
-            {"case": "late"} if done.returncode == 3 else {"case": "failed", "detail": done.stderr}
-        )
+        late = done.returncode == LATE
+        return {"case": "late"} if late else {"case": "failed", "detail": done.stderr[-500:]}
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -249,7 +249,7 @@ def _sentence(address: str, answer: dict[str, Any], seconds: float) -> str:
                 f"what answers at {address} is not a head of Ray ({detail}): use its port, by "
                 "default HOST:6379, or ray://HOST:10001 for Ray Client"
             )
-    return f"the look at {address} failed: {detail[-500:]}"
+    return f"the look at {address} failed: {detail}"
 
 
 def _authorization_unused() -> bool:

@@ -23,6 +23,7 @@ import grpc  # type: ignore[import-untyped]
 _HEAD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _CLIENT = "/ray.rpc.RayletDriver/KVExists"
 _ANSWERED = {grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND}
+_SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, 3.4
 _LATE = 3  # the code of a process that had no more time
 
@@ -63,7 +64,7 @@ class Probe:
         """Call without the token, and then with it; return None if this is not gRPC at all."""
         with channel:
             code = self._call(channel, "")
-            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if code in _SILENT:
                 return None
             if code in _ANSWERED:
                 return {"case": "well", "peer": self._peer, "open": True}
@@ -72,11 +73,11 @@ class Probe:
             if not self._authorization:
                 return {"case": "no token"}
             code = self._call(channel, self._authorization)
-        if code == grpc.StatusCode.UNAUTHENTICATED:
-            return {"case": "wrong token"}
         if code in _ANSWERED:
             return {"case": "well", "peer": self._peer, "open": False}
-        return {"case": "stranger", "detail": f"gRPC, but {code.name}"}
+        if code in _SILENT:
+            return {"case": "late"}
+        return {"case": "wrong token"}  # or one that cannot even be sent
 
     def _call(self, channel: grpc.Channel, authorization: str) -> grpc.StatusCode:
         metadata = [("authorization", authorization)] if authorization else []
@@ -142,7 +143,11 @@ def main() -> None:
     late = threading.Timer(given["seconds"], os._exit, [_LATE])  # whatever hangs, as names may
     late.daemon = True
     late.start()
-    print(json.dumps(Probe(given).look()), flush=True)
+    try:
+        answer = Probe(given).look()
+    except Exception as error:  # whose words may hold what was to be sent
+        answer = {"case": "failed", "detail": type(error).__name__}
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
