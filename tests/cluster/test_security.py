@@ -181,6 +181,14 @@ CASES = {
     "a host that is not there": Case("ClusterError", "nobody answers at", ip="10.88.0.9"),
     "another port": Case("ClusterError", "nobody answers at", port=1),
     "TLS to a cluster without": Case("ClusterError", "does not speak TLS", host=1, foreign=TLS),
+    "a token to a cluster without": Case(
+        "ClusterError",
+        "wants no token, and this process does",
+        host=1,
+        foreign=("RAY_AUTH_MODE",),
+        token="unused",
+        allow_insecure=True,
+    ),
     "an open cluster": Case("InsecureCluster", "ray get-auth-token --generate", host=1),
     "an open cluster, by way of loopback": Case(
         "InsecureCluster", "is not loopback", host=1, ip="127.0.0.1"

@@ -18,7 +18,7 @@ import pytest
 
 import paceline as pl
 from paceline.engines.ray import preflight, token_file
-from paceline.engines.ray.preflight import Answer, look, refuse_open
+from paceline.engines.ray.preflight import Answer, look, refuse_mixed, refuse_open
 
 VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_ADDRESS")
 
@@ -165,6 +165,13 @@ def test_who_is_let_in_where_it_matters() -> None:
         refuse_open(opened)
     with pytest.raises(pl.InsecureCluster, match=r"10.0.0.7 is not loopback.*allow_insecure=True"):
         refuse_open(near, ["127.0.0.2", "10.0.0.7"])
+
+
+def test_a_token_on_one_side_alone() -> None:
+    for open, token in ((False, True), (False, False), (True, False)):
+        refuse_mixed(Answer("head:1", "10.0.0.1", open, token))
+    with pytest.raises(pl.ClusterError, match=r"RAY_AUTH_MODE=disabled here"):
+        refuse_mixed(Answer("head:1", "10.0.0.1", True, True))
 
 
 @pytest.mark.parametrize("name", ["head.example", "0.0.0.0", "10.88.0.1", "::", "192.168.1.1", ""])

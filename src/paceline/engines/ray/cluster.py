@@ -59,6 +59,7 @@ def _join(address: str, allow_insecure: bool, quiet: dict[str, Any]) -> None:
     answer = preflight.look(address)
     if not allow_insecure:
         preflight.refuse_open(answer)  # before any of it runs here
+    preflight.refuse_mixed(answer)
     if not answer.open:
         token_file.warn_if_readable()
     ray.init(address=address, **quiet)

@@ -54,6 +54,7 @@ class Answer:
     address: str
     peer: str  # the address that the name stands for
     open: bool  # whether a call without a token is answered
+    token: bool = False  # whether Ray uses one here
 
 
 def look(address: str, seconds: float = SECONDS) -> Answer:
@@ -74,7 +75,7 @@ def look(address: str, seconds: float = SECONDS) -> Answer:
     answer = _asked(given)
     if answer["case"] != "well":
         raise ClusterError(_sentence(where, answer, seconds))
-    return Answer(where, answer["peer"], answer["open"])
+    return Answer(where, answer["peer"], answer["open"], bool(given["authorization"]))
 
 
 def refuse_open(answer: Answer, nodes: Iterable[str] = ()) -> None:
@@ -86,6 +87,16 @@ def refuse_open(answer: Answer, nodes: Iterable[str] = ()) -> None:
             f"whoever reaches a port of it can run code on its machines. {_TOKEN}, before "
             "`ray start`. On a network where you trust everybody, use "
             "pl.Ray(..., allow_insecure=True)"
+        )
+
+
+def refuse_mixed(answer: Answer) -> None:
+    """Raise if this process wants a token of workers that have none, and would all be lost."""
+    if answer.open and answer.token:
+        raise ClusterError(
+            f"the cluster at {answer.address} wants no token, and this process does, so that its "
+            "workers could not answer: start the cluster with the same token and "
+            "RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here"
         )
 
 
