@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Trace,
     )
     from paceline.engines.ray.engine import Ray
+    from paceline.engines.ray.preflight import ClusterError, InsecureCluster
     from paceline.engines.simulator import Link, Simulator
     from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
     from paceline.learners.robust import CenteredClip, MultiKrum, TrimmedMean
@@ -109,6 +110,7 @@ _HOMES = {
     "paceline.delays.compound": "Bursts Changed Mixture PerWorker Scaled",
     "paceline.delays.models": "Erlang Exponential Fixed LogNormal Pareto ShiftedExponential Trace",
     "paceline.engines.ray.engine": "Ray",
+    "paceline.engines.ray.preflight": "ClusterError InsecureCluster",
     "paceline.engines.simulator": "Link Simulator",
     "paceline.learners.arrays": "LeastSquares Logistic Quadratic Timing",
     "paceline.learners.robust": "CenteredClip MultiKrum TrimmedMean",
@@ -163,6 +165,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ClipNorm",
+    "ClusterError",
     "Coded",
     "Coordinator",
     "Deadline",
@@ -183,6 +186,7 @@ __all__ = [
     "GrowWhenStationary",
     "Half",
     "Index",
+    "InsecureCluster",
     "Int8",
     "Joined",
     "Journal",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ def train(
         with hosts.popen(
             0,
             [sys.executable, str(SCRIPT), address, "3", str(k), str(steps), learner],
-            env={"PYTHONPATH": str(ROOT)},
+            env={"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))},  # as the workers
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

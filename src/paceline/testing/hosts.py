@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -21,11 +22,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-# For everything that runs on a host. No token file and no reports to anybody; nothing killed or
+# For everything that runs on a host. A token of these hosts alone, no reports; nothing killed or
 # slowed down for the sake of a machine that is not theirs alone; a silent host is lost in seconds,
 # not after a minute; and gloo takes the link, not what the machine's name resolves to.
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
@@ -110,6 +111,8 @@ class Hosts:
         with ExitStack() as stack:  # undoes what was done, should a line below raise
             self._folder = _made_folder()
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._token().touch(0o600)
+            self._token().write_text(secrets.token_hex(32))
             stack.callback(self._names.clear)
             for name in [f"{prefix}{host}" for host in range(self.count)]:
                 _ip("netns", "add", name)
@@ -171,7 +174,8 @@ class Hosts:
     ) -> subprocess.Popen[Any]:
         """Start a command on a host, with `env` added to the environment; exit kills it."""
         inside = ["ip", "netns", "exec", self._name(host), *command]
-        everything = {**os.environ, **_ENVIRONMENT, **(env or {})}
+        token = {"RAY_AUTH_TOKEN_PATH": str(self._token())}
+        everything = {**os.environ, **_ENVIRONMENT, **token, **(env or {})}
         process = subprocess.Popen(inside, env=everything, **options)
         self._started.append((host, process))
         return process
@@ -245,6 +249,9 @@ class Hosts:
         # A file, not a pipe: the daemons that it leaves behind would hold a pipe open.
         with self._log(host).open("w") as log:
             return self.popen(host, [command, "start", *role, *common], env, stdout=log, stderr=log)
+
+    def _token(self) -> Path:
+        return self._folder / "token"
 
     def _log(self, host: int) -> Path:
         return self._folder / f"ray{host}.log"

@@ -32,7 +32,7 @@ def worker(node: str = "a", gigaflops: float = 10.0, **more: Any) -> dict[str, A
 
 def cluster(**more: Any) -> dict[str, Any]:
     node = {"node": "a", "address": "127.0.0.2", "cpus": 2.0}
-    found = {"started": True, "ray": "2.60.0", "authentication": "disabled", "nodes": [node]}
+    found = {"started": True, "ray": "2.60.0", "authentication": "token", "nodes": [node]}
     return {**found, "workers": {"w0": worker(), "w1": worker()}, **more}
 
 
@@ -73,7 +73,14 @@ OLD = {**HOST["versions"], "torch": "2.6.0"}
     ("ill", "level", "told", "fix"),
     [
         ({"error": "nobody answers at x:1"}, "error", "nobody answers", "ray start --head"),
-        ({"nodes": FAR}, "warning", "not authenticated", "RAY_AUTH_MODE=token"),
+        (
+            {"nodes": FAR, "started": False, "authentication": "disabled"},
+            *("warning", "not authenticated", "RAY_AUTH_MODE=token"),
+        ),
+        (
+            {"authentication": "disabled"},
+            *("warning", "Ray listens on all addresses", "unset RAY_AUTH_MODE"),
+        ),
         (
             {"workers": {"w0": worker(), "w1": worker("b", versions=OLD)}},
             *("error", "torch is 2.13.0 here, and otherwise: w1 2.6.0", "install torch 2.13.0"),
@@ -103,7 +110,7 @@ def test_a_cluster_that_is_not(ill: dict[str, Any], level: str, told: str, fix: 
 
 
 def test_a_token_is_enough_far_away() -> None:
-    found = of_cluster(cluster(nodes=FAR, authentication="token"), HOST, "x:1")
+    found = of_cluster(cluster(nodes=FAR, started=False), HOST, "x:1")
     assert {finding.level for finding in found} == {"ok"}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from paceline.engines.ray import preflight
 from paceline.engines.ray.cluster import connect
 
 PACKAGES = ("paceline", "torch", "ray", "numpy")
@@ -94,7 +95,7 @@ def examine(address: str | None, workers: int | None, timeout: float) -> dict[st
     def get(calls: Any) -> Any:
         return ray.get(calls, timeout=max(deadline - time.monotonic(), 0.1))
 
-    ours = connect(address, workers or _LOCAL, _SIZE)
+    ours = connect(address, workers or _LOCAL, _SIZE, allow_insecure=True)  # and say so
     nodes = [node for node in ray.nodes() if node["Alive"]]
     cores = ray.cluster_resources().get("CPU", 0.0)
     if workers is None:
@@ -125,7 +126,9 @@ def examine(address: str | None, workers: int | None, timeout: float) -> dict[st
     return {
         "started": ours,
         "ray": ray.__version__,
-        "authentication": os.environ.get("RAY_AUTH_MODE", "disabled").lower(),
+        "authentication": "disabled"
+        if preflight.look(preflight.joined_address()).open
+        else "token",
         "nodes": [
             {
                 "node": node["NodeID"],
@@ -146,7 +149,8 @@ def main() -> None:
         answer = examine(given["address"], given["workers"], given["timeout"])
     except Exception as error:  # whatever Ray says is the answer
         first = (str(error).strip().splitlines() or [""])[0]
-        answer = {"error": f"{type(error).__name__}: {first}"}
+        known = isinstance(error, preflight.ClusterError)
+        answer = {"error": first if known else f"{type(error).__name__}: {first}"}
     finally:
         ray.shutdown()
     print(json.dumps(answer), flush=True)

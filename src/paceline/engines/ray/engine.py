@@ -93,6 +93,8 @@ class Ray:
         optimizer's state, so that no network card carries more than its share. A number: so many
         servers, on the workers' nodes in turn. By default "spread" if the workers are on several
         nodes and the model has 1 MiB or more, and "driver" otherwise.
+    allow_insecure: join a cluster on several machines although it wants no token, so that whoever
+        reaches one of its ports can run code on it; see docs/security.md.
 
     Use it as a context manager to keep the worker processes for several runs.
     """
@@ -108,6 +110,7 @@ class Ray:
         cpus: float | None = None,
         gpus: float = 0.0,
         servers: Literal["driver", "spread"] | int | None = None,
+        allow_insecure: bool = False,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: use at least 1")
@@ -119,6 +122,7 @@ class Ray:
         self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
         self._respawns, self._cpus, self._gpus = respawns, cpus, gpus
         self.servers = servers  # may be changed from one run to the next
+        self._allow_insecure = allow_insecure
         self._pool: Pool | None = None
         self._server_pool: Pool | None = None
         self._peers_pool: Pool | None = None
@@ -131,7 +135,7 @@ class Ray:
         self._clear()
 
     def _make_cluster(self) -> Cluster:
-        return Cluster()
+        return Cluster(self._allow_insecure)
 
     def _clear(self) -> None:
         """Forget everything about a job."""

@@ -85,9 +85,12 @@ _LONGEST_PAUSE = 30.0  # seconds before a process that keeps failing is started 
 class Cluster:
     """Ray itself, as far as an engine needs it. Tests have one that is simulated."""
 
+    def __init__(self, allow_insecure: bool = False) -> None:
+        self._allow_insecure = allow_insecure
+
     def connect(self, address: str | None, workers: int, message_bytes: int) -> bool:
         """Make sure that it runs; return whether it was started here and is ours to stop."""
-        return connect(address, workers, message_bytes)
+        return connect(address, workers, message_bytes, self._allow_insecure)
 
     def make_workers(
         self, cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker

@@ -1,0 +1,68 @@
+"""The secret of a cluster, as a file: where Ray looks for it, and that nobody else can read it.
+
+Ray writes the file with the permissions of any other, which on most machines lets everyone read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_warned: set[Path] = set()
+
+
+def source() -> str:
+    """Say where the token comes from, as Ray looks for it, without the token itself."""
+    path = file()
+    return "RAY_AUTH_TOKEN" if path is None else str(path)
+
+
+def file() -> Path | None:
+    """Return the file that Ray takes the token from, there or not; None if it is a variable."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named) if named else _default()
+
+
+def warn_if_readable() -> None:
+    """Warn, once for each file, if others on this machine may read the token."""
+    path = file()
+    if path is None or path in _warned:
+        return
+    with suppress(OSError):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            _warned.add(path)
+            logger.warning(
+                "others on this machine may read the cluster's token, and run code with it: "
+                "mode %03o of %s; chmod 600 %s",
+                *(mode, path, path),
+            )
+
+
+def make_if_missing() -> None:
+    """Write a token where Ray would write one for a cluster of its own, for this user alone."""
+    path = file()
+    if path != _default() or path.exists():
+        return
+    with suppress(OSError):  # Ray says it better
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent)  # of mode 600
+        try:
+            with os.fdopen(number, "w") as new:
+                new.write(secrets.token_hex(32))  # as long as Ray's own
+            os.link(name, path)  # whole or not at all, and never over another's
+        finally:
+            os.unlink(name)
+
+
+def _default() -> Path:
+    return Path.home() / ".ray" / "auth_token"
