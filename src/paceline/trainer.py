@@ -325,8 +325,8 @@ class Trainer:
             files = Files(folder, key)
             self._compare_about(place, files.data["about"])
             check_coordinator(self._policy, self._learner.batch_size, files)
-            check_server(self._learner, files)
-            snapshot, server = files.snapshot(), self._learner.server()
+            check_server(self._make_server(), files)
+            snapshot, server = files.snapshot(), self._make_server()
             server.load(snapshot.server)
             check_model(server, files)
             if not isinstance(self._engine, Simulator):  # work in flight is handed out again

@@ -25,7 +25,10 @@ CALLS = {
     "ray.cloudpickle.loads": "pickle",
 }
 # Who reads what others may have written: there -O must not take a check away.
-READERS = {"checkpoint.py", "core/journal.py", "core/protocol.py", "cli/expressions.py"}
+READERS = {
+    *(f"checkpoint/{name}.py" for name in ("__init__", "files", "fits", "store")),
+    *("core/journal.py", "core/protocol.py", "cli/expressions.py"),
+}
 
 
 def dotted(node: ast.expr) -> str:

@@ -18,15 +18,16 @@ from paceline.core.coordinator import Coordinator
 from paceline.core.ledger import Ledger
 from paceline.core.protocol import Policy, Result, Task
 from paceline.core.state import decode, encode, load_state, save_state
-from paceline.learners.base import Learner, Saved, Server
+from paceline.learners.base import Saved, Server
 
 _COUNTED = {"gathered", "_shares"}
 """Fields of the books that are counted anew, since older ones lack them."""
 
 
-def check_server(learner: Learner, files: Files) -> None:
-    """Refuse arrays and settings that a server of this learner does not have at that step."""
-    server = learner.server()
+def check_server(server: Server, files: Files) -> None:
+    """Refuse arrays and settings that a server like this new one does not have at that step."""
+    center = getattr(server, "center_name", None)  # of a robust one, around a plain one
+    server = getattr(server, "plain", server)
     if files.step:  # an optimizer makes its state in its first step
         server.step([1.0], [np.zeros_like(getattr(server, "vector", 0.0))], frozenset())
     mine, kinds = server.save(), files.kinds(ARRAYS)
@@ -35,6 +36,8 @@ def check_server(learner: Learner, files: Files) -> None:
     if "values" in expected:
         values = expected["values"]
         optional = {"previous": (values[0], (server.layout.trained,)), "age": ("I64", ())}
+        if center is not None:
+            optional[center] = values
         expected |= {name: kind for name, kind in optional.items() if name in theirs}
     known = {n for n, kind in theirs.items() if n not in expected and _is_later(n, kind, server)}
     theirs = {name: kind for name, kind in theirs.items() if name not in known}

@@ -128,18 +128,19 @@ class RobustServer:
     """A learner's server whose steps go along what a rule makes of the results."""
 
     needs_totals = False
+    center_name = _NAME  # of the array that is saved beside those of the plain server
 
     def __init__(self, server: Server, rule: Robust) -> None:
-        self._server, self._rule = server, rule
+        self.plain, self._rule = server, rule
         self._center: Array | None = None
 
     @property
     def vector(self) -> Array:
-        return self._server.vector
+        return self.plain.vector
 
     @property
     def layout(self) -> Layout:
-        return self._server.layout
+        return self.plain.layout
 
     def recipe(self, span: Span) -> Recipe:
         raise ValueError(
@@ -155,7 +156,7 @@ class RobustServer:
         shares = np.asarray(weights, dtype=vectors[0].dtype) / total
         made = self._rule.aggregate(np.stack(vectors), shares, self._center)
         self._center = made.astype(vectors[0].dtype)
-        return self._server.step([total], [self._center], wants)
+        return self.plain.step([total], [self._center], wants)
 
     def reduce(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
@@ -166,13 +167,13 @@ class RobustServer:
         raise NotImplementedError("robust steps are not taken in slices")
 
     def model(self) -> Any:
-        return self._server.model()
+        return self.plain.model()
 
     def export(self) -> dict[str, Array]:
-        return self._server.export()
+        return self.plain.export()
 
     def save(self) -> Saved:
-        saved = self._server.save()
+        saved = self.plain.save()
         if self._center is None:
             return saved
         return Saved({**saved.arrays, _NAME: self._center}, saved.data)
@@ -181,4 +182,4 @@ class RobustServer:
         arrays = dict(saved.arrays)
         center = arrays.pop(_NAME, None)
         self._center = None if center is None else center.copy()
-        self._server.load(Saved(arrays, saved.data))
+        self.plain.load(Saved(arrays, saved.data))
