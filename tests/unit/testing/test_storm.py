@@ -59,7 +59,7 @@ def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
 
 
 # Such that none of 240 tasks takes three workers with it: then it is dropped, and that is seen.
-STORMY = Weather(lost=0.01, crash=0.01, wrong=0.01, twice=0.3, unknown=0.01, late=0.2)
+STORMY = Weather(lost=0.01, crash=0.01, wrong=0.01, twice=0.4, unknown=0.01)
 
 
 def test_bad_weather_does_not_change_what_sync_learns_from() -> None:
