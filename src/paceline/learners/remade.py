@@ -60,7 +60,8 @@ class RemadeOptimizer:
         """Refuse an optimizer that does not come out the same."""
         name = self._kind.__name__
         try:
-            made = self([nn.Parameter(torch.empty(p.shape, device="meta")) for p in trained])
+            small = [torch.zeros([min(length, 3) for length in p.shape]) for p in trained]
+            made = self([nn.Parameter(tensor) for tensor in small])
         except Exception as error:
             raise ValueError(
                 f"{name} cannot be made anew from its groups and defaults ({error}); give "
@@ -135,10 +136,11 @@ class RemadeSchedules:
     """
 
     def __init__(self, optimizer: Optimizer, paces: Sequence[Pace], steps_per_epoch: int) -> None:
-        groups = [
-            {**_options(group), "params": [nn.Parameter(torch.zeros(1))]}
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            dimensions = group["params"][0].ndim if group["params"] else 1  # some need matrices
+            one = nn.Parameter(torch.zeros([1] * dimensions))
+            groups.append({**_options(group), "params": [one]})
         self._bound_to = made_alike(type(optimizer), optimizer.defaults, copy.deepcopy(groups))
         self._steps_per_epoch = steps_per_epoch
         try:

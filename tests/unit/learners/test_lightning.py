@@ -278,6 +278,19 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Any) -> None:
         trainer(Classifier(SCHEDULES["cosine"])).resume(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about data loading and more
+def test_a_trained_module_goes_on_in_lightning() -> None:
+    model = trainer(Classifier()).fit(steps=3).model
+    before = flat(model)
+    lightning.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, make_data())  # fmt: skip
+    assert not torch.equal(before, flat(model))
+    again = trainer(model).fit(steps=3)  # and back, its trainer left behind
+    assert again.metrics["loss"][-1] < 1
+
+
 def test_frozen_tensors_stay() -> None:
     module = Classifier(lambda m: optim.SGD(m.parameters(), lr=0.1))
     module.layers[0].requires_grad_(False)
