@@ -82,7 +82,9 @@ PACKAGES: dict[str, set[str]] = {
 ONLY_IN = {
     "torch": {
         f"learners/{name}.py"
-        for name in ("torch", "flat", "optimize", "transforms", "remade", "lightning")
+        for name in (
+            *("torch", "flat", "optimize", "transforms", "remade", "configured", "lightning"),
+        )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {"planner/curvature.py"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -15,16 +15,9 @@ from math import ceil, floor
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.learners.remade import Pace, RemadeOptimizer, RemadeSchedules
+from paceline.learners.configured import rules
 from paceline.learners.torch import TorchLearner
 
 logger = logging.getLogger(__name__)
@@ -82,7 +75,7 @@ def lightning_learner(
     if "optimizer" not in options:
         batches = examples / max(size, 1)  # TorchLearner refuses a size of 0
         steps = max(floor(batches) if loader.drop_last else ceil(batches), 1)
-        options = {**_rules(module, steps, options), **options}
+        options = {**rules(module, steps, options), **options}
     return TorchLearner(
         module,
         TrainingStep(_takes_index(module)),
@@ -178,9 +171,6 @@ def _takes_index(module: Any) -> bool:
     return len(found) > 1 or Parameter.VAR_POSITIONAL in kinds
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-
 def _loader(data: Any) -> DataLoader[Any]:
     """Return the training data's DataLoader, if what it does can be taken over."""
     if hasattr(data, "train_dataloader"):
@@ -215,88 +205,3 @@ def _loader(data: Any) -> DataLoader[Any]:
             "loss; Trainer(placement=…) says who has which samples"
         )
     return data
-
-
-# --- optimizer and schedules ----------------------------------------------------------------------
-
-
-def _rules(module: Any, steps_per_epoch: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer and the schedule of the module, as arguments of TorchLearner."""
-    optimizer, paces = _configured(module)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    rules: dict[str, Any] = {"optimizer": RemadeOptimizer(optimizer, trained)}
-    if paces and "scheduler" not in options:
-        if options.get("outer") is not None:
-            raise ValueError(
-                f"with outer= the schedule is that of the outer optimizer, and "
-                f"{type(module).__name__} has one for its own; give scheduler= for the outer, or "
-                "scheduler=None"
-            )
-        rules["scheduler"] = RemadeSchedules(optimizer, paces, steps_per_epoch)
-    return rules
-
-
-def _configured(module: Any) -> tuple[Optimizer, list[Pace]]:
-    name = type(module).__name__
-    try:
-        found = module.configure_optimizers()
-    except RuntimeError as error:
-        if "attached to a `Trainer`" not in str(error):
-            raise
-        raise ValueError(
-            f"configure_optimizers of {name} asks for a Lightning trainer, and there is none; give "
-            "the module what it needs (such as the number of steps) as an argument"
-        ) from error
-    optimizers, schedulers = _both(found)
-    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
-        told = ", ".join(type(each).__name__ for each in optimizers) or "none"
-        raise ValueError(
-            f"configure_optimizers of {name} returned these optimizers: {told}; one is possible, "
-            "with as many groups as you like: give optimizer= of lightning_learner, or use "
-            "TorchLearner with one loss"
-        )
-    return optimizers[0], [_pace(each, optimizers[0], name) for each in schedulers]
-
-
-def _both(found: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return optimizers and schedules from any of the forms that Lightning knows."""
-    match found:
-        case None:
-            return [], []
-        case {"optimizer": optimizer}:
-            scheduler = found.get("lr_scheduler")
-            return [optimizer], [] if scheduler is None else [scheduler]
-        case [list(optimizers), schedulers]:
-            return optimizers, schedulers if isinstance(schedulers, list) else [schedulers]
-        case [{"optimizer": _}]:
-            return _both(found[0])
-        case list() | tuple():
-            return found, []
-        case _:
-            return [found], []
-
-
-def _pace(given: Any, optimizer: Optimizer, name: str) -> Pace:
-    """Read a schedule, alone or in a dict that says when it advances."""
-    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    scheduler = config.get("scheduler")
-    kind = type(scheduler).__name__
-    if isinstance(scheduler, ReduceLROnPlateau) or config.get("reduce_on_plateau"):
-        raise ValueError(
-            f"{kind} of {name} watches a metric, and no validation is run here; use a schedule "
-            "that depends on steps or epochs alone, or give scheduler=None"
-        )
-    if not isinstance(scheduler, LRScheduler):
-        raise ValueError(
-            f"{kind} of {name} is no LRScheduler of torch; give scheduler= a function that makes "
-            "a schedule from an optimizer"
-        )
-    if scheduler.optimizer is not optimizer:
-        raise ValueError(f"{kind} of {name} is bound to another optimizer than the one returned")
-    interval, frequency = config.get("interval", "epoch"), config.get("frequency", 1)
-    if interval not in ("step", "epoch") or not (isinstance(frequency, int) and frequency >= 1):
-        raise ValueError(
-            f'interval={interval!r}, frequency={frequency!r}: use "step" or "epoch", and a whole '
-            "number from 1 on"
-        )
-    return Pace(scheduler, interval, frequency)
