@@ -35,7 +35,8 @@ for batch in sampler.measured(loader):
 everybody = [None, None]
 dist.all_gather_object(everybody, seen)
 assert sorted(everybody[0] + everybody[1]) == list(range(12)), everybody
-print("rank", dist.get_rank(), "saw", len(seen))
+if dist.get_rank() == 0:  # lines of two ranks may mix
+    print("seen:", [len(each) for each in everybody])
 dist.destroy_process_group()
 """
 
@@ -58,5 +59,4 @@ def test_several_drivers_are_told_to_be_one(tmp_path: Path) -> None:
 
 
 def test_a_sampler_may_be_made_before_the_process_group(tmp_path: Path) -> None:
-    printed = torchrun(script(tmp_path, EARLY), seconds=120, ranks=2)
-    assert "rank 0 saw 6" in printed and "rank 1 saw 6" in printed
+    assert "seen: [6, 6]" in torchrun(script(tmp_path, EARLY), seconds=120, ranks=2)
