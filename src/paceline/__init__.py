@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.engines.ray.engine import Ray
     from paceline.engines.simulator import Link, Simulator
     from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
+    from paceline.learners.lightning import lightning_learner
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
     from paceline.planner.asynchrony import largest_rate
@@ -110,6 +111,7 @@ _HOMES = {
     "paceline.engines.ray.engine": "Ray",
     "paceline.engines.simulator": "Link Simulator",
     "paceline.learners.arrays": "LeastSquares Logistic Quadratic Timing",
+    "paceline.learners.lightning": "lightning_learner",
     "paceline.learners.torch": "TorchLearner",
     "paceline.learners.transforms": "ClipNorm TrustRatio",
     "paceline.planner.asynchrony": "largest_rate",
@@ -240,6 +242,7 @@ __all__ = [
     "k_async",
     "k_sync",
     "largest_rate",
+    "lightning_learner",
     "local_sgd",
     "mean",
     "partition",

@@ -188,6 +188,26 @@ class Trainer:
         self._snapshot: Snapshot | None = None
         self._saved: Path | None = None
 
+    @classmethod
+    def from_lightning(
+        cls,
+        module: Any,
+        datamodule_or_dataloader: Any,
+        policy: Policy | Plan | Literal["auto"],
+        engine: TrainingEngine,
+        *,
+        batch_size: int | None = None,
+        **trainer_options: Any,
+    ) -> Trainer:
+        """Make a trainer of a LightningModule and its data; see `lightning_learner`.
+
+        The batch size of the DataLoader, or the one given, is that of all workers together.
+        """
+        from paceline.learners.lightning import lightning_learner
+
+        learner = lightning_learner(module, datamodule_or_dataloader, batch_size=batch_size)
+        return cls(learner, policy, engine, **trainer_options)
+
     @property
     def learner(self) -> Learner:
         return self._learner

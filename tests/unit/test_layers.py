@@ -80,7 +80,12 @@ PACKAGES: dict[str, set[str]] = {
 }
 # One file each, so that the rest works without them.
 ONLY_IN = {
-    "torch": {f"learners/{name}.py" for name in ("torch", "flat", "optimize", "transforms")}
+    "torch": {
+        f"learners/{name}.py"
+        for name in (
+            *("torch", "flat", "optimize", "transforms", "remade", "configured", "lightning"),
+        )
+    }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {"planner/curvature.py"}
     | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
