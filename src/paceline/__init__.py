@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
+    from paceline.live import LiveView
     from paceline.planner.asynchrony import largest_rate
     from paceline.planner.auto import Auto
     from paceline.planner.choose import Plan, plan
@@ -112,6 +113,7 @@ _HOMES = {
     "paceline.learners.arrays": "LeastSquares Logistic Quadratic Timing",
     "paceline.learners.torch": "TorchLearner",
     "paceline.learners.transforms": "ClipNorm TrustRatio",
+    "paceline.live": "LiveView",
     "paceline.planner.asynchrony": "largest_rate",
     "paceline.planner.auto": "Auto",
     "paceline.planner.choose": "Plan plan",
@@ -189,6 +191,7 @@ __all__ = [
     "Left",
     "Link",
     "Live",
+    "LiveView",
     "LogNormal",
     "Logistic",
     "LowRank",
