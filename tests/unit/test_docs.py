@@ -17,6 +17,7 @@ PAGES = [
         f"docs/{page}.md"
         for page in (
             "guide",
+            "live",
             "planning",
             "selection",
             "placement",

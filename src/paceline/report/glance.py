@@ -135,7 +135,7 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
             "speed": in_short(tally.speed) if tally.finished else "–",
             "used": f"{min(tally.share_used(now), 1.0):.0%}" if settled else "–",
             "wasted": f"{tally.wasted / settled:.0%}" if settled else "–",
-            "delay": in_short(tally.mean_delay) if tally.used else "–",
+            "delay": _versions(tally.mean_delay) if tally.used else "–",
             "up": in_bytes(tally.up_bytes),
             "down": in_bytes(tally.down_bytes),
             "seen": in_seconds(unseen),
@@ -145,13 +145,18 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
     return rows
 
 
+def _versions(delay: float) -> str:
+    return f"{delay:.1f}" if delay < 99.95 else in_short(delay)
+
+
 def chosen(rows: Sequence[Row], most: int) -> tuple[list[Row], str, list[Row]]:
     """Return all rows; or of too many the slowest, a word on the others, and the quickest."""
     if len(rows) <= most:
         return list(rows), "", []
     ranked = sorted(rows, key=lambda row: (row.state != "gone", row.speed))
-    quick = max(most - 1, 1) // 3
-    slow = max(most - 1, 1) - quick
+    room = max(most - 1, 1)  # and a line for the others
+    quick = max(room // 3, 1) if room > 1 else 0
+    slow = room - quick
     between = ranked[slow : len(ranked) - quick]
     counts = {state: [row.state for row in between].count(state) for state in _ORDER}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
