@@ -52,6 +52,12 @@ def moment(live: Live) -> float:
     return live.now() if total.started or total.worker_seconds else total.began
 
 
+def last(live: Live) -> float:
+    """Return when something was heard of a run last."""
+    steps = live.total.columns["seconds"][-1:]
+    return max([live.total.began, *steps, *(tally.seen for tally in live.workers().values())])
+
+
 def look(
     live: Live, now: float, noted: Noted = Noted(), most: int = MANY, reason: str = ""
 ) -> Glance:
@@ -227,11 +233,13 @@ class LiveView(Callback):
 
     def _picture(self, width: int, height: int, reason: str) -> Text:
         assert self._live is not None
-        return render(self._live, moment(self._live), width, height, self._noted, reason)
+        now = last(self._live) if reason else moment(self._live)
+        return render(self._live, now, width, height, self._noted, reason)
 
     def _html(self, reason: str) -> str:
         assert self._live is not None
-        return as_html(look(self._live, moment(self._live), self._noted, reason=reason))
+        now = last(self._live) if reason else moment(self._live)
+        return as_html(look(self._live, now, self._noted, reason=reason))
 
 
 def require_rich() -> None:

@@ -314,6 +314,24 @@ def test_a_resumed_run_is_shown_before_its_clock_goes() -> None:
     assert moment(books.live()) == 4.0
 
 
+def test_the_last_picture_is_of_the_end_and_not_of_closing() -> None:
+    books = two()
+    closed = Live(books.header, {"main": books.meter}, books.meter, lambda: 1e5)
+    stream = Terminal()
+    view = LiveView(stream)
+    view.started(closed)
+    view.ended("done")
+    shown = stream.getvalue()
+    assert "step 1  4.0 s" in shown[shown.rindex("k_sync(2)") :]
+
+
+def test_the_clock_of_ray_goes_on_when_a_job_is_closed() -> None:
+    engine = pl.Ray(workers=1)
+    assert 0 <= engine.now() < 5
+    engine.close()
+    assert 0 <= engine.now() < 5  # and is not that of the machine
+
+
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_off_a_terminal_there_are_lines(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)

@@ -23,6 +23,7 @@ MANY = 16
 """Workers; of more than that the slowest and the quickest are shown."""
 LATE = 3.0
 """Times the time that a task takes most workers, from which on one is marked as late."""
+_LONGEST = 120  # characters of a policy's text
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -97,6 +98,7 @@ def glance(
     outlook = None if forecast is None else outlook_of(forecast, now if workers else 0.0, reached)
     slow, more, quick = chosen(rows_of(workers, now, bool(reason)), most)
     policy = str(about.get("policy", header.policy))
+    policy = policy if len(policy) <= _LONGEST else f"{policy[: _LONGEST - 1]}…"
     return Glance(policy, figures, losses, outlook, slow, more, quick, reason)
 
 
