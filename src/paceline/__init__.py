@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.learners.lightning import lightning_learner
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
+    from paceline.live import LiveView
     from paceline.planner.asynchrony import largest_rate
     from paceline.planner.auto import Auto
     from paceline.planner.choose import Plan, plan
@@ -114,6 +115,7 @@ _HOMES = {
     "paceline.learners.lightning": "lightning_learner",
     "paceline.learners.torch": "TorchLearner",
     "paceline.learners.transforms": "ClipNorm TrustRatio",
+    "paceline.live": "LiveView",
     "paceline.planner.asynchrony": "largest_rate",
     "paceline.planner.auto": "Auto",
     "paceline.planner.choose": "Plan plan",
@@ -191,6 +193,7 @@ __all__ = [
     "Left",
     "Link",
     "Live",
+    "LiveView",
     "LogNormal",
     "Logistic",
     "LowRank",

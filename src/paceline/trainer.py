@@ -30,10 +30,12 @@ from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner
+from paceline.live import LiveView, look
 from paceline.policies.gossip import Gossip
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import Among, MinWorkers, Until
+from paceline.report.glance import as_html
 from paceline.report.metrics import Meter, Stretch, sample_fates
 from paceline.report.text import forecast_line, placed_line, speeds_line, summary
 from paceline.swarm import Ends, Swarm
@@ -103,6 +105,13 @@ class Run:
             text += f"\n  replanned {change}"
         return text
 
+    def _repr_html_(self) -> str:
+        """Show in a notebook what was done, and what by whom."""
+        header = next(iter(self.journals.values())).header
+        meters = {MAIN: self.meter} if self.swarm is None else self.swarm.meter.nodes
+        live = Live(header, meters, self.meter, lambda: self.seconds)
+        return as_html(look(live, self.seconds, reason=self.reason))
+
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""
         return [each for journal in self.journals.values() for each in sample_fates(journal)]
@@ -119,7 +128,7 @@ class Trainer:
     min_workers: how many must have joined before training begins; by default all.
     checkpoints: where and how often to save; see `resume`.
     journal: a file for the journal, kept in memory otherwise.
-    progress: whether to show a progress line.
+    progress: True for a line, "live" for a table of all workers (see `LiveView`), False for none.
     prices: what hours and bytes cost, for all workers alike or for each of w0, w1, …
     placement: how the batch is shared out and where the data live: `BySpeed()`, `Placed(tiles)`;
         by default all get equal shares, of data that all can read.
@@ -140,7 +149,7 @@ class Trainer:
         min_workers: int | None = None,
         checkpoints: Checkpoints | None = None,
         journal: Path | str | None = None,
-        progress: bool = True,
+        progress: bool | Literal["live"] = True,
         prices: Prices | None = None,
         placement: Placement | None = None,
         codec: Codec | None = None,
@@ -181,7 +190,7 @@ class Trainer:
         _check(policy, learner, engine.size)
         self._prices = prices or Prices()
         _check_prices(self._prices, policy, learner, engine.size)
-        self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
+        self._callbacks = _shown(progress, callbacks)
         self._checkpoints, self._journal_path = checkpoints, journal
         self._server = learner.server()
         self._arithmetic = not isinstance(learner, Timing)
@@ -469,6 +478,20 @@ class _Reason:
     def tell(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
             callback.ended(self.text)
+
+
+def _shown(progress: bool | Literal["live"], callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with one that shows the progress, unless one of them does."""
+    if progress not in (True, False, "live"):
+        raise ValueError(
+            f'progress={progress!r}: use True for a line, "live" for a table of all workers, or '
+            "False for nothing"
+        )
+    if not progress or any(isinstance(callback, LiveView) for callback in callbacks):
+        return [*callbacks]
+    if progress == "live":  # first, so that it ends even if another callback fails to
+        return [LiveView(), *callbacks]
+    return [*callbacks, ProgressLine()]
 
 
 def _plan_of(policy: Policy | Plan) -> Plan | None:

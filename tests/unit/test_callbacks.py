@@ -111,6 +111,13 @@ def test_progress_is_read_from_the_figures() -> None:
     assert isnan(progress_of(meter(), None, 2, SERVER.model, told.append).epoch)
 
 
+def test_nodes_that_have_not_joined_are_left_out() -> None:
+    live = Live(Header(), {"w10": meter(), "w0": meter(), "w1": Meter()}, Meter(), lambda: 4.0)
+    assert list(live.workers()) == ["w0"]
+    live = Live(Header(), {"w1": meter(), "w0": meter()}, Meter(), lambda: 4.0)
+    assert list(live.workers()) == ["w0", "w1"]
+
+
 def test_a_callback_may_leave_everything_out() -> None:
     silent = Callback()
     silent.started(Live(Header(), {}, Meter(), lambda: 0.0))

@@ -18,6 +18,7 @@ PAGES = [
         f"docs/{page}.md"
         for page in (
             "guide",
+            "live",
             "planning",
             "selection",
             "placement",

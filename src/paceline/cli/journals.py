@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,10 @@ UNFINISHED = "not yet, or the journal is cut off"
 @json_option
 def report(journal: Path, as_json: bool) -> None:
     """Say what the run of JOURNAL did, used, wasted and cost."""
-    with patience(f"reading {journal}"):
-        loaded = load_journal(journal)
-        meter, reason = measured(loaded)
+    with patience(f"reading {journal}", journal.stat().st_size) as part:
+        loaded = load_journal(journal, part.to)
+    with patience("summing up", len(loaded)) as part:
+        meter, reason = measured(loaded, part.to)
     if as_json:
         print_json({"journal": str(journal), **figures(meter, loaded.header, reason)})
     else:
@@ -40,9 +41,11 @@ def report(journal: Path, as_json: bool) -> None:
 def compare(journals: Sequence[Path], as_json: bool) -> None:
     """Put the runs of several JOURNALS side by side."""
     runs = []
-    with patience("reading journals"):
-        for path in journals:
+    sizes = [path.stat().st_size for path in journals]
+    with patience("reading journals", sum(sizes)) as part:
+        for place, path in enumerate(journals):
             loaded = load_journal(path)
+            part.to(sum(sizes[: place + 1]))
             meter, reason = measured(loaded)
             runs.append(figures(meter, loaded.header, reason))
     names = [str(path) for path in journals]
@@ -67,25 +70,28 @@ def as_text(journal: Journal, meter: Meter, reason: str) -> str:
     return "\n".join(lines)
 
 
-def load_journal(path: Path) -> Journal:
+def load_journal(path: Path, told: Callable[[float], None] | None = None) -> Journal:
     """Read a journal, and say in which file it is if it is none."""
     from paceline.core.journal import Journal
 
     try:
-        return Journal.load(path)
+        return Journal.load(path, told)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a journal ({error}); give a file that Trainer(journal=…) wrote"
         ) from None
 
 
-def measured(journal: Journal) -> tuple[Meter, str]:
+def measured(
+    journal: Journal, told: Callable[[float], None] = lambda done: None
+) -> tuple[Meter, str]:
     """Return the figures of a journal, and why its run ended."""
     from paceline.core.protocol import Stop
     from paceline.report.metrics import Meter
 
     meter, reason = Meter.begin(journal.header), UNFINISHED
-    for entry in journal:
+    for place, entry in enumerate(journal):
+        told(place)
         meter.observe(entry)
         for command in entry.commands:
             if isinstance(command, Stop):

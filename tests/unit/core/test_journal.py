@@ -54,6 +54,17 @@ def test_an_entry_is_a_line() -> None:
         assert parse_entry(dump_entry(entry)) == entry
 
 
+def test_reading_tells_how_far_it_is(tmp_path: Path) -> None:
+    path, told = tmp_path / "long.jsonl", list[float]()
+    journal = Journal(Header("é"), path)
+    for _ in range(200):
+        fill(journal)
+    journal.close()
+    assert len(Journal.load(path, told.append)) == 800
+    assert len(told) == 4 and told == sorted(told)  # 256 entries at a time
+    assert told[-1] == path.stat().st_size
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     header = Header("Gather(k=2)", 16, {"seed": 3}, {"policy": {}, "ledger": {"a": [1, None]}})
     journal = fill(Journal(header))

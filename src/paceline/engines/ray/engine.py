@@ -129,6 +129,7 @@ class Ray:
         self._carriers_tried: list[str] = []  # the nodes that were asked
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
+        self._origin = time.monotonic()  # which outlives a job, as who looks on may do
         self._clear()
 
     def _clear(self) -> None:
@@ -137,7 +138,6 @@ class Ray:
         self._run = ""
         self._reducer: Reducer | None = None
         self._learner: Any = None
-        self._origin = 0.0
         self._version = 0
         self._calls = Calls()
         self._events: deque[Event] = deque()
