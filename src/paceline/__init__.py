@@ -87,6 +87,10 @@ if TYPE_CHECKING:
     from paceline.policies.selectors import Allocate, Bandit
     from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
     from paceline.policies.wrappers import Among, MinWorkers, Until
+    from paceline.trackers.mlflow import MLflow
+    from paceline.trackers.prometheus import Prometheus
+    from paceline.trackers.tensorboard import TensorBoard
+    from paceline.trackers.wandb import WandB
     from paceline.trainer import Run, Trainer
 
 __version__ = "0.1.0"
@@ -135,6 +139,10 @@ _HOMES = {
     "paceline.policies.selectors": "Allocate Bandit",
     "paceline.policies.triggers": "Always EventGrad EventGradStatic Lag OnChange",
     "paceline.policies.wrappers": "Among MinWorkers Until",
+    "paceline.trackers.mlflow": "MLflow",
+    "paceline.trackers.prometheus": "Prometheus",
+    "paceline.trackers.tensorboard": "TensorBoard",
+    "paceline.trackers.wandb": "WandB",
     "paceline.trainer": "Run Trainer",
 }
 _LAZY = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -192,6 +200,7 @@ __all__ = [
     "LogNormal",
     "Logistic",
     "LowRank",
+    "MLflow",
     "MinWorkers",
     "Mixture",
     "OnChange",
@@ -203,6 +212,7 @@ __all__ = [
     "Prices",
     "Profile",
     "Progress",
+    "Prometheus",
     "Quadratic",
     "RandomK",
     "Ray",
@@ -215,6 +225,7 @@ __all__ = [
     "StalledError",
     "SubExponential",
     "Surface",
+    "TensorBoard",
     "Thompson",
     "Timing",
     "TopK",
@@ -223,6 +234,7 @@ __all__ = [
     "Trainer",
     "TrustRatio",
     "Until",
+    "WandB",
     "Work",
     "WorkerProfile",
     "WrongGradients",
