@@ -87,11 +87,11 @@ def values(progress: Progress, live: Live) -> dict[str, float]:
     return {name: value for name, value in found.items() if isfinite(value)}
 
 
-def worker_values(progress: Progress, live: Live) -> dict[tuple[WorkerFigure, str], float]:
-    """Return the figures of each worker after a step, by figure and worker."""
+def worker_values(progress: Progress, live: Live) -> dict[str, float]:
+    """Return the figures of each worker after a step, such as `worker_speed/w0`."""
     workers, now = live.workers().items(), progress.seconds
     return {
-        (figure, worker): figure.value(tally, now)
+        f"{figure.name}/{worker}": figure.value(tally, now)
         for figure in WORKER_FIGURES
         for worker, tally in workers
     }

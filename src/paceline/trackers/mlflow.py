@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.callbacks import Live, Progress
-from paceline.trackers.base import FAILED, Tracker, named_values
+from paceline.callbacks import Live
+from paceline.trackers.base import FAILED, Tracker
 from paceline.trackers.figures import configuration, report
 
 # The limits of MLflow's REST API: https://mlflow.org/docs/latest/rest-api.html#request-limits
@@ -22,6 +22,7 @@ class MLflow(Tracker):
     tracking_uri: where to: "http://…" of a server, "sqlite:///…"; by default MLflow's own.
     every: steps between two figures; of the last step they are always sent. They are sent
         together, every few seconds.
+    workers_every: the same for the figures of each worker.
     name: of the run; by default MLflow invents one.
     tags: of the run, such as {"team": "vision"}.
     """
@@ -31,21 +32,22 @@ class MLflow(Tracker):
         experiment: str = "paceline",
         tracking_uri: str | None = None,
         every: int = 1,
+        workers_every: int = 10,
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(every)
+        super().__init__(every, workers_every)
         self._mlflow = _mlflow()  # now, so that a missing package is told of at once
         self._experiment, self._uri, self._name = experiment, tracking_uri, name
         self._tags, self._clock = dict(tags or {}), clock
         self._client: Any = None
         self._id = ""
         self._metrics: list[Any] = []  # that wait to be sent
-        self._sent = 0.0
+        self._flushed = 0.0
 
     def _open(self, live: Live) -> None:
-        self._metrics, self._sent = [], self._clock()
+        self._metrics, self._flushed = [], self._clock()
         try:
             self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             known = client.get_experiment_by_name(self._experiment)
@@ -67,20 +69,19 @@ class MLflow(Tracker):
         for first in range(0, len(params), _PARAMS):
             client.log_batch(self._id, params=params[first : first + _PARAMS])
 
-    def _write(self, progress: Progress, live: Live) -> None:
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
         stamp, metric = int(time.time() * 1000), self._mlflow.entities.Metric
         self._metrics += [
-            metric(name, float(value), stamp, progress.step)
-            for name, value in named_values(progress, live).items()
+            metric(name, float(value), stamp, step) for name, value in figures.items()
         ]
-        if len(self._metrics) >= _METRICS or self._clock() - self._sent >= _SECONDS:
+        if len(self._metrics) >= _METRICS or self._clock() - self._flushed >= _SECONDS:
             self._flush()
 
     def _flush(self) -> None:
         waiting, self._metrics = self._metrics, []
         for first in range(0, len(waiting), _METRICS):
             self._client.log_batch(self._id, metrics=waiting[first : first + _METRICS])
-        self._sent = self._clock()
+        self._flushed = self._clock()
 
     def _close(self, live: Live, reason: str) -> None:
         try:

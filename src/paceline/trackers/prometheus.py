@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -11,7 +11,7 @@ from ray.util.metrics import Counter, Gauge
 
 from paceline.callbacks import Live, Progress
 from paceline.trackers.base import Tracker
-from paceline.trackers.figures import FIGURES, WORKER_FIGURES, values, worker_values
+from paceline.trackers.figures import FIGURES, WORKER_FIGURES
 
 _SECONDS = 1.0  # between two updates; Ray itself sends them on every ten by default
 
@@ -47,12 +47,12 @@ class Prometheus(Tracker):
         return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
 
     def stepped(self, progress: Progress) -> None:
-        self._held = progress
+        self._latest = progress
         if not self._metrics:
             self._make()
         if self._clock() - self._updated >= _SECONDS:
             self._updated = self._clock()
-            self._send()
+            self._send(workers=True)
 
     def _open(self, live: Live) -> None:
         # Ray is started by the engine, after this: metrics are made at the first step.
@@ -70,16 +70,16 @@ class Prometheus(Tracker):
         for each in WORKER_FIGURES:
             self._metrics[each.name] = Gauge(each.metric, each.about, tag_keys=("run", "worker"))
 
-    def _write(self, progress: Progress, live: Live) -> None:
-        for name, value in values(progress, live).items():
-            metric = self._metrics[name]
-            if isinstance(metric, Gauge):
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            own, _, worker = name.partition("/")
+            if own in self._metrics:  # of a worker
+                self._metrics[own].set(value, {**self._tags, "worker": worker})
+            elif isinstance(metric := self._metrics[name], Gauge):
                 metric.set(value, self._tags)
             elif (more := value - self._told.get(name, 0.0)) > 0:
                 metric.inc(more, self._tags)
                 self._told[name] = value
-        for (figure, worker), value in worker_values(progress, live).items():
-            self._metrics[figure.name].set(value, {**self._tags, "worker": worker})
 
     def _close(self, live: Live, reason: str) -> None:
         """Leave the metrics as they are: Ray offers them until the script ends."""

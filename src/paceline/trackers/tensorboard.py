@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from paceline.callbacks import Live, Progress
-from paceline.trackers.base import Tracker, named_values
+from paceline.callbacks import Live
+from paceline.trackers.base import Tracker
 from paceline.trackers.figures import Plain, configuration, report
 
 _FLUSH = 10  # seconds; by default curves are two minutes late
@@ -16,10 +17,13 @@ class TensorBoard(Tracker):
     """Writes event files into a folder, for `tensorboard --logdir FOLDER`.
 
     every: steps between two writes; the last step is always written.
+    workers_every: the same for the figures of each worker.
     """
 
-    def __init__(self, folder: PathLike[str] | str, every: int = 1) -> None:
-        super().__init__(every)
+    def __init__(
+        self, folder: PathLike[str] | str, every: int = 1, workers_every: int = 10
+    ) -> None:
+        super().__init__(every, workers_every)
         self._folder = str(folder)
         self._make = _summary_writer()  # now, so that a missing package is told of at once
         self._writer: Any = None
@@ -36,9 +40,9 @@ class TensorBoard(Tracker):
         writer.add_text("run/configuration", _table(given))
         writer.flush()
 
-    def _write(self, progress: Progress, live: Live) -> None:
-        for name, value in named_values(progress, live).items():
-            self._writer.add_scalar(name, value, progress.step)
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
 
     def _close(self, live: Live, reason: str) -> None:
         steps = live.total.columns["step"]

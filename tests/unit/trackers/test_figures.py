@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -10,15 +11,15 @@ import pytest
 import paceline as pl
 from paceline.callbacks import Live, Progress
 from paceline.core.journal import Header
-from paceline.trackers.base import Tracker, named_values
+from paceline.trackers.base import Tracker
 from paceline.trackers.figures import FIGURES, WORKER_FIGURES, configuration, report, values
 
 
 class Kept(Tracker):
     """Keeps what it is told."""
 
-    def __init__(self, every: int = 1) -> None:
-        super().__init__(every)
+    def __init__(self, every: int = 1, workers_every: int = 10) -> None:
+        super().__init__(every, workers_every)
         self.sent: dict[int, dict[str, float]] = {}
         self.given: dict[str, object] = {}
         self.reports: list[str] = []
@@ -26,9 +27,10 @@ class Kept(Tracker):
     def _open(self, live: Live) -> None:
         self.given = dict(configuration(live.header))
 
-    def _write(self, progress: Progress, live: Live) -> None:
-        assert progress.step not in self.sent
-        self.sent[progress.step] = named_values(progress, live)
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        before = self.sent.setdefault(step, {})
+        assert not set(before) & set(figures)  # nothing is sent twice
+        before.update(figures)
 
     def _close(self, live: Live, reason: str) -> None:
         self.reports.append(report(live, reason))
@@ -44,7 +46,7 @@ def train(tracker: pl.Callback, steps: int = 7, **more: object) -> pl.Run:
 
 
 def test_the_figures_are_those_of_the_run() -> None:
-    kept = Kept()
+    kept = Kept(workers_every=1)
     run = train(kept, prices=pl.Prices(per_hour=36.0))
     assert list(kept.sent) == [1, 2, 3, 4, 5, 6, 7]
     columns = {
@@ -89,19 +91,35 @@ def test_every_so_many_steps_and_the_last() -> None:
     kept = Kept(every=7)
     train(kept)
     assert list(kept.sent) == [7]
-    with pytest.raises(ValueError, match="every=0: the steps between two writes; use 1 or more"):
-        Kept(every=0)
+    for wrong in ({"every": 0}, {"workers_every": 0}):
+        with pytest.raises(
+            ValueError, match="every=0: the steps between two writes; use 1 or more"
+        ):
+            Kept(**wrong)
+
+
+def test_the_figures_of_each_worker_are_sent_less_often() -> None:
+    kept = Kept(every=2, workers_every=5)
+    train(kept, steps=13)
+    told = [step for step, sent in kept.sent.items() if "worker_speed/w2" in sent]
+    assert list(kept.sent) == [2, 4, 6, 8, 10, 12, 13]
+    assert told == [2, 8, 13]  # with the first that is due, and with the last
+    kept = Kept()
+    run = train(kept, steps=3)
+    assert "worker_speed/w2" not in kept.sent[2]
+    for worker, tally in run.meter.workers.items():  # as it was in the end
+        assert kept.sent[3][f"worker_speed/{worker}"] == tally.speed
 
 
 def test_without_a_main_node() -> None:
-    kept = Kept()
+    kept = Kept(workers_every=4)
     learner = pl.Quadratic((1.0, 0.3), batch_size=6)
     trainer = pl.Trainer(
         learner, pl.Gossip(pl.ring(3)), pl.Simulator(3), callbacks=[kept], progress=False
     )
     run = trainer.fit(steps=4)
     assert list(kept.sent) == [1, 2, 3, 4]
-    assert kept.sent[4]["worker_speed/w2"] > 0
+    assert kept.sent[1]["worker_speed/w2"] > 0
     assert run.summary().startswith(kept.reports[0])
 
 
@@ -156,9 +174,9 @@ def test_an_error_at_the_start_reaches_the_user_and_later_ones_do_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Full(Kept):
-        def _write(self, progress: Progress, live: Live) -> None:
-            super()._write(progress, live)
-            if progress.step == 2:
+        def _write(self, step: int, figures: Mapping[str, float]) -> None:
+            super()._write(step, figures)
+            if step == 2:
                 raise OSError("no space left on device")
 
     class Shut(Kept):
