@@ -89,6 +89,10 @@ if TYPE_CHECKING:
     from paceline.policies.selectors import Allocate, Bandit
     from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
     from paceline.policies.wrappers import Among, MinWorkers, Until
+    from paceline.trackers.mlflow import MLflow
+    from paceline.trackers.prometheus import Prometheus
+    from paceline.trackers.tensorboard import TensorBoard
+    from paceline.trackers.wandb import WandB
     from paceline.trainer import Run, Trainer
 
 __version__ = "0.1.0"
@@ -139,6 +143,10 @@ _HOMES = {
     "paceline.policies.selectors": "Allocate Bandit",
     "paceline.policies.triggers": "Always EventGrad EventGradStatic Lag OnChange",
     "paceline.policies.wrappers": "Among MinWorkers Until",
+    "paceline.trackers.mlflow": "MLflow",
+    "paceline.trackers.prometheus": "Prometheus",
+    "paceline.trackers.tensorboard": "TensorBoard",
+    "paceline.trackers.wandb": "WandB",
     "paceline.trainer": "Run Trainer",
 }
 _LAZY = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -197,6 +205,7 @@ __all__ = [
     "LogNormal",
     "Logistic",
     "LowRank",
+    "MLflow",
     "MinWorkers",
     "Mixture",
     "OnChange",
@@ -208,6 +217,7 @@ __all__ = [
     "Prices",
     "Profile",
     "Progress",
+    "Prometheus",
     "Quadratic",
     "RandomK",
     "Ray",
@@ -220,6 +230,7 @@ __all__ = [
     "StalledError",
     "SubExponential",
     "Surface",
+    "TensorBoard",
     "Thompson",
     "Timing",
     "TopK",
@@ -228,6 +239,7 @@ __all__ = [
     "Trainer",
     "TrustRatio",
     "Until",
+    "WandB",
     "Work",
     "WorkerProfile",
     "WrongGradients",

@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "swarm",
     },
     "swarm": {"core", "codecs", "data", "engines", "learners", "policies", "report", "callbacks"},
+    "trackers": {"core", "report", "callbacks"},
     "testing": {"core", "callbacks"},
     # "": the package itself, whose names are looked up when they are used.
     "cli": {"", "core", "engines", "learners", "live", "planner", "policies", "report", "trainer"},
@@ -77,6 +78,7 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint": {"numpy", "safetensors"},
     "trainer": {"numpy"},
     "swarm": {"numpy"},
+    "trackers": {"mlflow", "ray", "torch", "wandb"},
     "testing": {"hypothesis"},
     "cli": {"click"},
     "__main__": set(),
@@ -90,9 +92,13 @@ ONLY_IN = {
         )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
-    | {"planner/curvature.py"}
+    | {"planner/curvature.py", "trackers/tensorboard.py"}
     | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
     "hypothesis": {"testing/histories.py"},
+    "ray": {path.relative_to(ROOT).as_posix() for path in (ROOT / "engines/ray").glob("*.py")}
+    | {"trackers/prometheus.py"},
+    "wandb": {"trackers/wandb.py"},
+    "mlflow": {"trackers/mlflow.py"},
     # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.
