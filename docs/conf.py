@@ -13,6 +13,8 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Paceline"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 default_role = "code"  # docstrings have names in single backticks, as Markdown has
 python_maximum_signature_line_length = 88
