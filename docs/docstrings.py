@@ -1,7 +1,8 @@
 """A Sphinx extension: docstrings that are written for people, as reStructuredText.
 
 They have `names` in single backticks, "name: text" lines that explain arguments and fields, tables
-and indented code as in Markdown, and formulas with | and * in plain text.
+and indented code as in Markdown, and formulas with | and * in plain text. Fields of a dataclass are
+explained by comments behind them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Any
 
 _ARGUMENT = re.compile(r"(\w+(?:, \w+)*): +(.*)")
+_FIELD = re.compile(r"    ([a-z]\w*): .*?  # (.*)")
 _QUOTED = re.compile(r"(``.*?``|`.*?`)")
 
 
@@ -90,10 +93,21 @@ def readable(lines: list[str], names: set[str]) -> list[str]:
     return found
 
 
+def commented(thing: object, lines: list[str]) -> list[str]:
+    """Return "name: text" lines of a dataclass's fields that have a comment, and no such line."""
+    if not (inspect.isclass(thing) and is_dataclass(thing)):
+        return []
+    found = map(_FIELD.fullmatch, inspect.getsource(thing).splitlines())
+    told = {
+        name for line in lines if (match := _ARGUMENT.match(line)) for name in match[1].split(", ")
+    }
+    return [f"{match[1]}: {match[2]}." for match in found if match and match[1] not in told]
+
+
 def process(
     app: object, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
-    lines[:] = readable(lines, names_of(thing))
+    lines[:] = readable([*lines, "", *commented(thing, lines)], names_of(thing))
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -182,3 +182,6 @@ def test_docstrings_become_lists_tables_and_code() -> None:
         *("   * - a", "     - b", "   * - 1", "     - `f(*x)`", ""),
         *("::", "", "    code = 1", ""),
     ]
+    fields = docstrings.commented(pl.Run, ["model: told already"])
+    assert "learned: yours as it is now, with all that it has learned." in fields
+    assert not any(line.startswith("model:") for line in fields)
