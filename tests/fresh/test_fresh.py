@@ -107,8 +107,14 @@ def copy_checkout(to: Path) -> Path:
     return to
 
 
-def test_the_readme_and_the_ten_minutes(tmp_path: Path) -> None:
-    checkout = copy_checkout(tmp_path / "paceline")
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Path]:
+    """Copy the checkout, and leave no gigabytes behind: pytest keeps the folders of three runs."""
+    yield copy_checkout(tmp_path / "paceline")
+    shutil.rmtree(tmp_path / "paceline" / ".venv", ignore_errors=True)
+
+
+def test_the_readme_and_the_ten_minutes(checkout: Path, tmp_path: Path) -> None:
     steps = read(checkout / "docs" / "start.md")
     install = [step.line for step in read(checkout / "README.md") if isinstance(step, Command)]
     typed = [step.line for step in steps if isinstance(step, Command)]
