@@ -17,7 +17,7 @@ types:
 	$(PYTHON) -m mypy
 
 test:  ## fast tests and doctests, no cluster
-	$(PYTHON) -m pytest -m "not cluster and not fresh" tests
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine
