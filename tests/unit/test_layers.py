@@ -69,7 +69,7 @@ PACKAGES: dict[str, set[str]] = {
     "learners": {"numpy", "torch"},
     "engines": {"numpy", "ray"},
     "planner": {"numpy", "scipy", "torch"},
-    "report": {"numpy"},
+    "report": {"jinja2", "markupsafe", "numpy"},
     "callbacks": set(),
     "checkpoint": {"numpy", "safetensors"},
     "trainer": {"numpy"},
@@ -85,6 +85,7 @@ ONLY_IN = {
     | {"planner/curvature.py"}
     | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
     "hypothesis": {"testing/histories.py"},
+    "jinja2": {"report/page.py"},
     # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.

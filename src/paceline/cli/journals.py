@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.figures import compared, figures, policy_of
-from paceline.cli.show import json_option, patience, print_json
+from paceline.cli.show import json_option, patience, print_json, say
 
 if TYPE_CHECKING:
-    from paceline.core.journal import Journal
+    from paceline.core.journal import Entry, Journal
+    from paceline.report.collect import Record
     from paceline.report.metrics import Meter
 
 JOURNAL = click.Path(exists=True, dir_okay=False, path_type=Path)
 _LONGEST = 120  # characters of an engine's text
-UNFINISHED = "not yet, or the journal is cut off"
 
 
 @click.command()
-@click.argument("journal", type=JOURNAL)
+@click.argument("journals", metavar="JOURNAL…", type=JOURNAL, nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="PAGE",
+    help="Write a page of HTML as well, which opens offline and can be mailed.",
+)
 @json_option
-def report(journal: Path, as_json: bool) -> None:
-    """Say what the run of JOURNAL did, used, wasted and cost."""
-    with patience(f"reading {journal}"):
-        loaded = load_journal(journal)
-        meter, reason = measured(loaded)
+def report(journals: Sequence[Path], output: Path | None, as_json: bool) -> None:
+    """Say what the run of JOURNAL did, used, wasted and cost.
+
+    Several JOURNALs are the nodes of one run without a main node.
+    """
+    names = [str(path) for path in journals]
+    told = f"reading {names[0]}" if len(names) == 1 else f"reading {len(names)} journals"
+    with patience(told):
+        record = read_record(journals)
+        if output is not None:
+            from paceline.report.page import write_page
+
+            write_page(output, record, names)
     if as_json:
-        print_json({"journal": str(journal), **figures(meter, loaded.header, reason)})
+        which = {"journal": names[0]} if len(names) == 1 else {"journals": names}
+        print_json({**which, **figures(record.meter, record.header, record.reason)})
     else:
-        click.echo(as_text(loaded, meter, reason))
+        click.echo(as_text(record))
+    if output is not None:
+        say(f"wrote {output}")
 
 
 @click.command()
@@ -53,26 +72,59 @@ def compare(journals: Sequence[Path], as_json: bool) -> None:
         click.echo(compared(names, runs))
 
 
-def as_text(journal: Journal, meter: Meter, reason: str) -> str:
+def as_text(record: Record) -> str:
     """Return a run in a few lines."""
     from paceline.report.text import forecast_line, summary
 
-    header, about = journal.header, journal.header.about or {}
+    header, about = record.header, record.header.about or {}
     engine = str(about.get("engine", "an unknown engine"))
     engine = engine if len(engine) <= _LONGEST else f"{engine[: _LONGEST - 1]}…"
     lines = [f"{policy_of(header)} on {engine}"]
-    lines.append(summary(meter, reason, header.batch, None if header.peer is None else 1))
+    nodes = len(record.headers) if record.is_peers else None
+    lines.append(summary(record.meter, record.reason, header.batch, nodes))
+    if record.peers is not None:
+        lines.append(record.peers.lines())
     if (forecast := about.get("forecast")) is not None:
-        lines.append(forecast_line(forecast, meter))
+        lines.append(forecast_line(forecast, record.meter))
     return "\n".join(lines)
+
+
+def read_record(paths: Sequence[Path]) -> Record:
+    """Read the journals of one run, entry by entry, so that a long one needs no memory."""
+    from paceline.core.journal import read_entries, read_header
+    from paceline.report.collect import collected, named
+
+    if len(set(paths)) < len(paths):
+        raise ValueError("a journal is given twice; give one of each node of a run")
+    headers = {}
+    for path in paths:
+        with _journal(path):
+            headers[str(path)] = read_header(path)
+    nodes = named(headers)
+
+    def entries(path: str) -> Iterator[Entry]:
+        with _journal(path):
+            yield from read_entries(path)
+
+    return collected(
+        {node: headers[name] for node, name in nodes.items()},
+        {node: entries(name) for node, name in nodes.items()},
+    )
 
 
 def load_journal(path: Path) -> Journal:
     """Read a journal, and say in which file it is if it is none."""
     from paceline.core.journal import Journal
 
-    try:
+    with _journal(path):
         return Journal.load(path)
+
+
+@contextlib.contextmanager
+def _journal(path: Path | str) -> Iterator[None]:
+    """Say which file is no journal, if it is none."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a journal ({error}); give a file that Trainer(journal=…) wrote"
@@ -82,6 +134,7 @@ def load_journal(path: Path) -> Journal:
 def measured(journal: Journal) -> tuple[Meter, str]:
     """Return the figures of a journal, and why its run ended."""
     from paceline.core.protocol import Stop
+    from paceline.report.collect import UNFINISHED
     from paceline.report.metrics import Meter
 
     meter, reason = Meter.begin(journal.header), UNFINISHED
