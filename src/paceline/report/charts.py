@@ -85,7 +85,7 @@ def running_median(values: Floats, window: int) -> Floats:
     """Return the median of each value and its neighbors, fewer of them at the ends.
 
     >>> running_median(np.array([1.0, 9.0, 2.0, 3.0]), 3)
-    array([1. , 2. , 3. , 2.5])
+    array([5. , 2. , 3. , 2.5])
     """
     half = window // 2
     found = [np.median(values[: i + half + 1]) for i in range(half)]

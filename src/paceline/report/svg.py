@@ -37,7 +37,7 @@ def plain(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Return round numbers between two, at most so many.
+    """Return round numbers between two, about so many.
 
     >>> ticks(0, 97), ticks(0.2, 0.9, 4)
     ([0.0, 20.0, 40.0, 60.0, 80.0], [0.2, 0.4, 0.6, 0.8])
@@ -46,7 +46,7 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
         return [low]
     rough = (high - low) / max(count - 1, 1)
     power = 10.0 ** floor(log10(rough))
-    step = next((power * each for each in (1, 2, 5) if power * each >= rough * 0.999), 10 * power)
+    step = next((power * each for each in (1, 2, 5) if power * each >= rough * 0.7), 10 * power)
     begin, end = ceil(low / step - 1e-9), floor(high / step + 1e-9)
     return [float(f"{i * step:.10g}") for i in range(begin, end + 1)]
 
