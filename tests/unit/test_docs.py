@@ -24,6 +24,7 @@ PAGES = [
             "gossip",
             "ddp",
             "coding",
+            "report",
         )
     ),
 ]

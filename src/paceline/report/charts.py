@@ -165,7 +165,7 @@ def curve(
     if target is not None and np.isfinite(target):
         at = float(axis_y.at(target))
         drawing.path("target", f"M{LEFT:g} {at:.1f}H{WIDTH - RIGHT:g}")
-        drawing.text(WIDTH - RIGHT - 3, at - 5, f"target {plain(target)}", "end mark")
+        drawing.text(WIDTH - RIGHT - 3, at - 9, f"target {plain(target)}", "end mark")
     drawing.path("median", polyline(axis_x.at(mid_x), axis_y.at(mid_y)))
     picks = np.unique(np.linspace(0, len(mid_y) - 1, 12).astype(int))
     rows = [[plain(mid_x[i]), plain(mid_y[i])] for i in picks.tolist()]
@@ -331,7 +331,7 @@ def bars(names: Sequence[str], ratios: Floats, title: str, up: str) -> Figure:
         drawing.text(LEFT - 6, at, f"{value:.0%}", "end")
     room = (WIDTH - RIGHT - LEFT) / len(names)
     wide = room * 0.7 if room > 2 else room
-    tops = y.at(ratios).tolist()
+    tops = np.minimum(y.at(ratios), y.begin - 1.5).tolist()  # nothing can be seen as well
     parts = [
         (LEFT + i * room + (room - wide) / 2, top, wide, y.begin - top)
         for i, top in enumerate(tops)

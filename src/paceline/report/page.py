@@ -119,6 +119,8 @@ def write_page(
 ) -> Path:
     """Write the page of a run, and return where it is."""
     target = Path(path)
+    if target.resolve() in [Path(name).resolve() for name in journals]:
+        raise ValueError(f"{path} is the journal itself; give another name, such as run.html")
     text = page(record, journals, changes)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
@@ -246,22 +248,23 @@ def _over_time(record: Record) -> list[tuple[str, Figure | None, str]]:
     return found
 
 
-def _slow(record: Record) -> list[dict[str, str]]:
-    """Return a row for each worker, the slowest first."""
+def _slow(record: Record) -> dict[str, Any]:
+    """Return a row for each worker, the slowest first, and the units of their figures."""
     now, tallies = record.end, record.workers
-    workers = list(record.workers)
+    workers = list(tallies)
+    prices: dict[WorkerId, Price] = {}
+    if not record.is_asynchronous:
+        prices = record.waits.prices(sorted(workers, key=record.row), tallies)
+    waited = {name: record.waits.waited(record.row(name)) for name in workers}
+    longest = [seconds for seconds, _ in waited.values()] + [p.seconds for p in prices.values()]
+    time = of_time(max(longest, default=0.0))
+    sizes = [size for tally in tallies.values() for size in (tally.down_bytes, tally.up_bytes)]
+    data = of_bytes(max(sizes, default=0), "")
     rows: list[dict[str, str]] = []
-    gathers = not record.is_asynchronous
-    order = {worker: record.row(worker) for worker in workers}
-    names = [""] * (max(order.values(), default=-1) + 1)
-    for worker, row in order.items():
-        names[row] = worker
-    prices = record.waits.prices(names, tallies) if gathers else {}
     shown = picked(workers, [tally.speed for tally in tallies.values()])
     for worker in sorted((workers[i] for i in shown), key=lambda each: tallies[each].speed):
-        tally = tallies[worker]
+        tally, (seconds, times) = tallies[worker], waited[worker]
         busy, there = tally.busy_seconds(now), tally.there_seconds(now)
-        waited, times = record.waits.waited(order[worker])
         rows.append(
             {
                 "worker": worker,
@@ -272,21 +275,27 @@ def _slow(record: Record) -> list[dict[str, str]]:
                 "busy": f"{busy / there:.0%}" if there > 0 else "–",
                 "waiting": f"{max(1 - busy / there, 0):.0%}" if there > 0 else "–",
                 "delay": f"{tally.mean_delay:.3g}" if tally.used else "–",
-                "down": in_bytes(tally.down_bytes),
-                "up": in_bytes(tally.up_bytes),
+                "down": f"{tally.down_bytes / data.factor:.3g}",
+                "up": f"{tally.up_bytes / data.factor:.3g}",
                 "losses": str(tally.losses),
-                "waited": in_time(waited) if gathers and times else "–",
-                "waited_steps": f"{times:,}" if gathers and times else "–",
-                "added": _added(prices.get(worker)),
+                "waited": _in(time, seconds) if times else "–",
+                "waited_steps": f"{times:,}" if times else "–",
+                "added": _added(prices.get(worker), time),
             }
         )
-    return rows
+    return {"rows": rows, "time": time.unit, "data": data.unit}
 
 
-def _added(price: Price | None) -> str:
+def _in(scale: Scale, value: float) -> str:
+    """Return a value in the unit of its column, with no more digits than say something."""
+    value /= scale.factor
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _added(price: Price | None, scale: Scale) -> str:
     if price is None:
         return "–"
-    return f"{'≥ ' if price.least else ''}{in_time(price.seconds)}"
+    return f"{'≥ ' if price.least else ''}{_in(scale, price.seconds)}"
 
 
 def _parts(record: Record) -> dict[str, Any] | None:

@@ -119,7 +119,7 @@ def _worked(record: Record) -> str:
     if meter.started:
         text += f" ({meter.wasted / meter.started:.0%})"
     text += f", and workers waited for {meter.waiting:.0%} of their time"
-    never = [name for name, tally in record.workers.items() if not tally.finished and tally.started]
+    never = [name for name, tally in record.workers.items() if not tally.finished and tally.wasted]
     found = slowest(record)
     if never:
         more = f" and {len(never) - 1} more" if len(never) > 1 else ""

@@ -118,7 +118,7 @@ def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path
     assert "by dollars" in words and "by bytes" in words
     asynchronous = float(run.metrics["delay"].mean()) > 0.1
     assert ("What waiting costs is not told" in words) == asynchronous
-    assert ("Waited for it: in the steps" in words) == (not asynchronous)
+    assert ("Waited for it In the steps" in words) == (not asynchronous)
 
 
 def test_the_command_writes_the_same_page_as_the_run(
@@ -131,6 +131,17 @@ def test_the_command_writes_the_same_page_as_the_run(
     assert found.stdout == paceline("report", tmp_path / "run.jsonl").stdout
     assert f"wrote {tmp_path / 'b.html'}" in found.stderr
     assert (tmp_path / "b.html").read_text(encoding="utf-8") == mine
+
+
+def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    path = tmp_path / "run.jsonl"
+    run = ran(pl.k_sync(3), journal=path)
+    before = path.read_bytes()
+    found = paceline("report", path, "-o", path)
+    assert found.exit_code == 1 and "is the journal itself" in found.stderr
+    with pytest.raises(ValueError, match=r"such as run\.html"):
+        run.report(path)
+    assert path.read_bytes() == before
 
 
 def test_without_prices_and_messages_there_is_nothing_of_them(tmp_path: Path) -> None:
