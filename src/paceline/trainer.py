@@ -112,6 +112,14 @@ class Run:
         live = Live(header, meters, self.meter, lambda: self.seconds)
         return as_html(look(live, self.seconds, reason=self.reason))
 
+    def report(self, path: Path | str) -> Path:
+        """Write a page of HTML that shows it, opens offline and can be mailed; return where."""
+        from paceline.report.page import record_of, write_page  # which needs a template engine
+
+        files = [str(each.path) for each in self.journals.values() if each.path is not None]
+        record = record_of(self.journals, self.reason)
+        return write_page(path, record, files, getattr(self.learned, "changes", ()))
+
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""
         return [each for journal in self.journals.values() for each in sample_fates(journal)]

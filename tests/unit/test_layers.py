@@ -72,7 +72,7 @@ PACKAGES: dict[str, set[str]] = {
     "learners": {"numpy", "torch"},
     "engines": {"numpy", "ray"},
     "planner": {"numpy", "scipy", "torch"},
-    "report": {"numpy"},
+    "report": {"jinja2", "markupsafe", "numpy"},
     "callbacks": set(),
     "live": {"rich"},
     "checkpoint": {"numpy", "safetensors"},
@@ -99,6 +99,7 @@ ONLY_IN = {
     | {"trackers/prometheus.py"},
     "wandb": {"trackers/wandb.py"},
     "mlflow": {"trackers/mlflow.py"},
+    "jinja2": {"report/page.py"},
     # And where a decision is about thousands of workers at a time.
 }
 # Below the engines nothing reads a clock or module-level randomness.

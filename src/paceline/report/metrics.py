@@ -303,6 +303,11 @@ class Meter:
         self._now = now
 
     @property
+    def now(self) -> float:
+        """The seconds of the run at its newest entry."""
+        return self._now
+
+    @property
     def wasted(self) -> int:
         """The tasks whose result was not used and never will be."""
         return self.cancelled + self.discarded + self.lost

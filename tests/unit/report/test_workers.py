@@ -9,6 +9,7 @@ from hypothesis import given
 
 import paceline as pl
 from paceline.core.journal import Journal
+from paceline.core.state import describe
 from paceline.report.metrics import Meter
 from paceline.report.workers import Span
 from paceline.testing import legal_histories
@@ -34,7 +35,7 @@ def spans_of(journal: Journal) -> tuple[Meter, list[Span]]:
 POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
 def test_tallies_add_up_to_the_run(policy: pl.Policy) -> None:
     run = ran(policy, prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
     meter, tallies = run.meter, run.meter.workers
@@ -66,7 +67,7 @@ def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:
     assert slow.used == 0 and slow.share_used(now) == 0.0 and slow.cancelled > 50
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
 def test_every_task_is_told_of_once(policy: pl.Policy) -> None:
     run = ran(policy)
     meter, spans = spans_of(run.journal)
