@@ -130,14 +130,18 @@ def test_the_written_form() -> None:
         {"type": "tuple", "items": [{"type": "object"}]},
         {"type": "Start", "task": {"type": "subprocess.Popen", "args": ["true"]}},
     ],
-    ids=str,
+    ids=describe,
 )
 def test_only_known_types_are_built(data: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown type .* in saved data; known: \['Assign', "):
         decode(data)
 
 
-@pytest.mark.parametrize("value", [object(), b"bytes", 1j, [object()], {"a": print}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), b"bytes", 1j, [object()], {"a": print}],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_has_no_plain_form_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be saved; policies keep numbers, strings, lists"):
         encode(value)

@@ -16,6 +16,7 @@ import paceline as pl
 from paceline.cli.app import app
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished, Interrupted
+from paceline.core.state import describe
 from paceline.report.page import brief, page, record_of
 
 DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
@@ -101,7 +102,7 @@ def paceline() -> Callable[..., Result]:
 POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
 def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path) -> None:
     prices = pl.Prices(per_hour=1.0, per_gigabyte=5.0)
     run = ran(policy, prices=prices, journal=tmp_path / "run.jsonl")
