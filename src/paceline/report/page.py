@@ -54,11 +54,11 @@ class Big:
     more: str = ""
 
 
-def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] = ()) -> str:
+def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | None = None) -> str:
     """Return the page of a run.
 
     journals: the names of its files.
-    changes: what was planned anew, if that is known.
+    changes: what was planned anew, None if that is not known.
     """
     header, meter = record.header, record.meter
     about = dict(header.about or {})
@@ -100,7 +100,10 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] = 
 
 
 def write_page(
-    path: Path | str, record: Record, journals: Sequence[str] = (), changes: Sequence[str] = ()
+    path: Path | str,
+    record: Record,
+    journals: Sequence[str] = (),
+    changes: Sequence[str] | None = None,
 ) -> Path:
     """Write the page of a run, and return where it is."""
     target = Path(path)
