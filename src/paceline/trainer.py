@@ -118,7 +118,7 @@ class Run:
 
         files = [str(each.path) for each in self.journals.values() if each.path is not None]
         record = record_of(self.journals, self.reason)
-        return write_page(path, record, files, getattr(self.learned, "changes", ()))
+        return write_page(path, record, files, getattr(self.learned, "changes", None))
 
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""

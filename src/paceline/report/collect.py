@@ -109,13 +109,16 @@ class Record:
         if not spans:
             return
         tasks = [span.task for span in spans]
-        rows = np.array([self.row(task.worker) for task in tasks])
+        workers = [task.worker for task in tasks]
+        for worker in dict.fromkeys(workers):
+            self.row(worker)
+        rows = np.array([*map(self._rows.__getitem__, workers)])
         since = np.array([task.since for task in tasks], dtype=float)
         end = np.array([span.end for span in spans], dtype=float)
         steps = np.array([span.step for span in spans])
         used = steps > 0
         self.timeline.add(rows, since, end, used)
-        self.stale += sum(1 for span in spans if span.delay)
+        self.stale += int(np.count_nonzero([span.delay for span in spans]))
         if not self.is_peers:
             self.waits.used(rows[used], end[used], steps[used])
             given_up = np.array([span.fate == "cancelled" for span in spans])

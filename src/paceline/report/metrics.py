@@ -124,6 +124,8 @@ class Meter:
         match entry.event:
             case Finished() as event:
                 self._finish(event, entry.now)
+            case Joined(worker) | Left(worker) if self.peer and worker != self.peer.name:
+                pass  # a neighbor, whose time is in its own journal
             case Joined(worker):
                 self._join(worker)
             case Left(worker):

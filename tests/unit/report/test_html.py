@@ -309,6 +309,11 @@ def test_what_was_planned_anew_is_told() -> None:
     run = ran(pl.k_sync(3))
     words = check(page(record_of(run.journals), changes=["at step 9: w3 is slower"])).words
     assert "Planned anew at step 9: w3 is slower" in words
+    (journal,) = run.journals.values()
+    about = {**(journal.header.about or {}), "policy": "Auto(target=1, goal='time')"}
+    planned = {"main": Journal(Header(policy="x", about=about))}
+    for changes, told in ((None, "is not in the journal"), ([], "It was not planned anew.")):
+        assert told in check(page(record_of(planned), changes=changes)).words
 
 
 def test_a_long_run_of_many_workers_is_a_small_page() -> None:

@@ -111,6 +111,18 @@ def test_figures_may_be_read_while_it_runs() -> None:
     assert look.live.now() == run.seconds and "k=3" in look.live.header.policy
 
 
+def test_neighbors_that_come_back_are_not_workers_of_a_node() -> None:
+    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    trainer = pl.Trainer(LEARNER, pl.Gossip(pl.ring(4)), engine, progress=False)
+    run = trainer.fit(seconds=10)
+    assert run.swarm is not None
+    nodes = run.swarm.meter.nodes
+    there = {node: meter.worker_seconds for node, meter in nodes.items()}
+    assert there["w1"] == pytest.approx(there["w0"] - 3.0, abs=1.1)
+    assert all(set(meter.workers) == {node} for node, meter in nodes.items())
+    assert run.meter.worker_seconds <= 4 * run.seconds + 1e-9
+
+
 def test_without_a_main_node_each_node_is_its_own_worker() -> None:
     look = Looking()
     policy = pl.Gossip(pl.ring(4), pl.Averaging())
