@@ -37,6 +37,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/placement.py
 	$(PYTHON) benchmarks/messages.py
 	$(PYTHON) benchmarks/planner.py
+	$(PYTHON) benchmarks/report.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build
