@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from inspect import signature
 from itertools import count
 from math import inf, isclose, isfinite
 from pathlib import Path
@@ -198,6 +199,7 @@ class Trainer:
         _check(policy, learner, engine.size)
         self._prices = prices or Prices()
         _check_prices(self._prices, policy, learner, engine.size)
+        _check_callbacks(callbacks)
         self._callbacks = _shown(progress, callbacks)
         self._checkpoints, self._journal_path = checkpoints, journal
         self._server = learner.server()
@@ -484,8 +486,14 @@ class _Reason:
     text: str = "failed"
 
     def tell(self, callbacks: Sequence[Callback]) -> None:
-        for callback in callbacks:
-            callback.ended(self.text)
+        errors = []
+        for callback in callbacks:  # all of them: each may have something to close
+            try:
+                callback.ended(self.text)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _shown(progress: bool | Literal["live"], callbacks: Sequence[Callback]) -> list[Callback]:
@@ -657,6 +665,17 @@ def _innermost(policy: Policy) -> Policy:
     while inner := getattr(policy, "inner", None):
         policy = inner
     return policy
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse those that cannot be told of a beginning as they are now."""
+    for callback in callbacks:
+        try:
+            signature(callback.started).bind(None)
+        except TypeError:
+            raise ValueError(
+                f"{type(callback).__name__}.started takes no Live: write started(self, live)"
+            ) from None
 
 
 def _check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:

@@ -140,15 +140,28 @@ def read_entries(path: Path | str, told: Callable[[float], None] | None = None) 
     A torn last line, as a crash leaves it, is left out.
     """
     with open(path, encoding="utf-8") as file:
-        read = len(file.readline())  # the header
+        read, count = len(file.readline()), 2  # after the header
         while lines := list(islice(file, _AT_ONCE)):
             read += sum(map(len, lines))
             if told is not None:
                 told(read)
             if not lines[-1].endswith("\n"):
                 del lines[-1]
-            for data in json.loads(f"[{','.join(lines)}]"):
+            try:
+                parsed = json.loads(f"[{','.join(lines)}]")
+            except json.JSONDecodeError:
+                parsed = [_line(path, count + place, text) for place, text in enumerate(lines)]
+            count += len(lines)
+            for data in parsed:
                 yield _entry(data)
+
+
+def _line(path: Path | str, number: int, text: str) -> Any:
+    """Parse one line, and say which it is if it cannot be."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
 
 
 def dump_header(header: Header) -> str:

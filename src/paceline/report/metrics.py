@@ -189,7 +189,8 @@ class Meter:
         if fate == "used":
             tally.samples += samples
             tally.delay += delay
-            tally.used_seconds += end - task.since
+            # Of what the run before spent on it, this one's figures know nothing.
+            tally.used_seconds += max(end - max(task.since, self.began), 0.0)
         if self.listener is not None:
             step = self.version + 1 if fate == "used" else 0
             self.listener(Span(task, end, fate, samples, delay, step))

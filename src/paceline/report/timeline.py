@@ -95,7 +95,7 @@ class Timeline:
 
     def add(self, rows: Ints, begin: Floats, end: Floats, used: NDArray[np.bool_]) -> None:
         """Take tasks, each of a worker's row, and whether its result was used."""
-        begin = np.maximum(begin, self.origin)  # since the run was resumed
+        begin, end = np.maximum(begin, self.origin), np.maximum(end, self.origin)  # if resumed
         self.used.spread(rows[used], begin[used], end[used])
         self.wasted.spread(rows[~used], begin[~used], end[~used])
         if self.exact is not None:

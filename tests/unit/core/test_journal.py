@@ -205,3 +205,16 @@ def test_the_state_of_a_coordinator_goes_into_the_header(tmp_path: Path) -> None
     finished = Finished(1, 8)
     assert second.handle(2.0, finished) == first.handle(2.0, finished)
     assert second.state() == first.state()
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    journal = Journal(Header(), path)
+    for at in range(600):
+        journal.append(Entry(float(at), Joined(f"w{at}"), ()))
+    journal.close()
+    lines = path.read_text().splitlines(keepends=True)
+    lines[399] = lines[399][:20] + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"run.jsonl, line 400: "):
+        Journal.load(path)
