@@ -119,7 +119,7 @@ def _start(data: dict[str, Any]) -> Any:
 
 
 def _task(data: dict[str, Any]) -> Any:
-    if len(data) > _PLAIN_TASK or "attempt" in data:
+    if len(data) > _PLAIN_TASK or "attempt" in data or type(data["since"]) is not float:
         return _decode(data)
     return protocol.Task(
         data["id"],
