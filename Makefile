@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test cluster bench docs
+.PHONY: check format lint types test cluster fresh bench docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -17,11 +17,14 @@ types:
 	$(PYTHON) -m mypy
 
 test:  ## fast tests and doctests, no cluster
-	$(PYTHON) -m pytest -m "not cluster" tests
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine
 	$(PYTHON) -m pytest -m cluster tests
+
+fresh:  ## README and the ten minutes, literally, in a new environment
+	$(PYTHON) -m pytest -m fresh tests
 
 bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/simulator.py
@@ -34,6 +37,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/placement.py
 	$(PYTHON) benchmarks/messages.py
 	$(PYTHON) benchmarks/planner.py
+	$(PYTHON) benchmarks/report.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

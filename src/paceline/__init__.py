@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from paceline.engines.ray.preflight import ClusterError, InsecureCluster
     from paceline.engines.simulator import Link, Simulator
     from paceline.learners.arrays import LeastSquares, Logistic, Quadratic, Timing
+    from paceline.learners.lightning import lightning_learner
     from paceline.learners.robust import CenteredClip, MultiKrum, TrimmedMean
     from paceline.learners.torch import TorchLearner
     from paceline.learners.transforms import ClipNorm, TrustRatio
+    from paceline.live import LiveView
     from paceline.planner.asynchrony import largest_rate
     from paceline.planner.auto import Auto
     from paceline.planner.choose import Plan, plan
@@ -89,6 +91,10 @@ if TYPE_CHECKING:
     from paceline.policies.selectors import Allocate, Bandit
     from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
     from paceline.policies.wrappers import Among, MinWorkers, Until
+    from paceline.trackers.mlflow import MLflow
+    from paceline.trackers.prometheus import Prometheus
+    from paceline.trackers.tensorboard import TensorBoard
+    from paceline.trackers.wandb import WandB
     from paceline.trainer import Run, Trainer
 
 __version__ = "0.1.0"
@@ -114,8 +120,10 @@ _HOMES = {
     "paceline.engines.simulator": "Link Simulator",
     "paceline.learners.arrays": "LeastSquares Logistic Quadratic Timing",
     "paceline.learners.robust": "CenteredClip MultiKrum TrimmedMean",
+    "paceline.learners.lightning": "lightning_learner",
     "paceline.learners.torch": "TorchLearner",
     "paceline.learners.transforms": "ClipNorm TrustRatio",
+    "paceline.live": "LiveView",
     "paceline.planner.asynchrony": "largest_rate",
     "paceline.planner.auto": "Auto",
     "paceline.planner.choose": "Plan plan",
@@ -139,6 +147,10 @@ _HOMES = {
     "paceline.policies.selectors": "Allocate Bandit",
     "paceline.policies.triggers": "Always EventGrad EventGradStatic Lag OnChange",
     "paceline.policies.wrappers": "Among MinWorkers Until",
+    "paceline.trackers.mlflow": "MLflow",
+    "paceline.trackers.prometheus": "Prometheus",
+    "paceline.trackers.tensorboard": "TensorBoard",
+    "paceline.trackers.wandb": "WandB",
     "paceline.trainer": "Run Trainer",
 }
 _LAZY = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -196,9 +208,11 @@ __all__ = [
     "Left",
     "Link",
     "Live",
+    "LiveView",
     "LogNormal",
     "Logistic",
     "LowRank",
+    "MLflow",
     "MinWorkers",
     "Mixture",
     "MultiKrum",
@@ -211,6 +225,7 @@ __all__ = [
     "Prices",
     "Profile",
     "Progress",
+    "Prometheus",
     "Quadratic",
     "RandomK",
     "Ray",
@@ -223,6 +238,7 @@ __all__ = [
     "StalledError",
     "SubExponential",
     "Surface",
+    "TensorBoard",
     "Thompson",
     "Timing",
     "TopK",
@@ -232,6 +248,7 @@ __all__ = [
     "TrimmedMean",
     "TrustRatio",
     "Until",
+    "WandB",
     "Work",
     "WorkerProfile",
     "WrongGradients",
@@ -249,6 +266,7 @@ __all__ = [
     "k_async",
     "k_sync",
     "largest_rate",
+    "lightning_learner",
     "local_sgd",
     "mean",
     "partition",

@@ -61,7 +61,11 @@ class Live:
         if len(self.meters) == 1:
             found = dict(self.total.workers)
         else:  # every node is its own worker
-            found = {node: meter.workers[node] for node, meter in self.meters.items()}
+            found = {
+                node: tally
+                for node, meter in self.meters.items()
+                if (tally := meter.workers.get(node)) is not None  # it has not joined yet
+            }
         return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
 
 

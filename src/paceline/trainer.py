@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from inspect import signature
 from itertools import count
 from math import inf, isclose, isfinite
 from pathlib import Path
@@ -33,10 +34,12 @@ from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust, RobustServer
+from paceline.live import LiveView, look
 from paceline.policies.gossip import Gossip
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed, Placement
 from paceline.policies.wrappers import Among, MinWorkers, Until
+from paceline.report.glance import as_html
 from paceline.report.metrics import Meter, Stretch, sample_fates
 from paceline.report.text import forecast_line, placed_line, speeds_line, summary
 from paceline.swarm import Ends, Swarm
@@ -106,6 +109,21 @@ class Run:
             text += f"\n  replanned {change}"
         return text
 
+    def _repr_html_(self) -> str:
+        """Show in a notebook what was done, and what by whom."""
+        header = next(iter(self.journals.values())).header
+        meters = {MAIN: self.meter} if self.swarm is None else self.swarm.meter.nodes
+        live = Live(header, meters, self.meter, lambda: self.seconds)
+        return as_html(look(live, self.seconds, reason=self.reason))
+
+    def report(self, path: Path | str) -> Path:
+        """Write a page of HTML that shows it, opens offline and can be mailed; return where."""
+        from paceline.report.page import record_of, write_page  # which needs a template engine
+
+        files = [str(each.path) for each in self.journals.values() if each.path is not None]
+        record = record_of(self.journals, self.reason)
+        return write_page(path, record, files, getattr(self.learned, "changes", None))
+
     def samples(self) -> list[Stretch]:
         """Say what became of every sample that was handed out."""
         return [each for journal in self.journals.values() for each in sample_fates(journal)]
@@ -122,7 +140,7 @@ class Trainer:
     min_workers: how many must have joined before training begins; by default all.
     checkpoints: where and how often to save; see `resume`.
     journal: a file for the journal, kept in memory otherwise.
-    progress: whether to show a progress line.
+    progress: True for a line, "live" for a table of all workers (see `LiveView`), False for none.
     prices: what hours and bytes cost, for all workers alike or for each of w0, w1, …
     placement: how the batch is shared out and where the data live: `BySpeed()`, `Placed(tiles)`;
         by default all get equal shares, of data that all can read.
@@ -145,7 +163,7 @@ class Trainer:
         min_workers: int | None = None,
         checkpoints: Checkpoints | None = None,
         journal: Path | str | None = None,
-        progress: bool = True,
+        progress: bool | Literal["live"] = True,
         prices: Prices | None = None,
         placement: Placement | None = None,
         codec: Codec | None = None,
@@ -187,7 +205,8 @@ class Trainer:
         _check(policy, learner, engine.size)
         self._prices = prices or Prices()
         _check_prices(self._prices, policy, learner, engine.size)
-        self._callbacks = [*callbacks, ProgressLine()] if progress else [*callbacks]
+        _check_callbacks(callbacks)
+        self._callbacks = _shown(progress, callbacks)
         self._checkpoints, self._journal_path = checkpoints, journal
         self._robust = robust
         if robust is not None:
@@ -196,6 +215,26 @@ class Trainer:
         self._arithmetic = not isinstance(learner, Timing)
         self._snapshot: Snapshot | None = None
         self._saved: str | None = None
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: Any,
+        datamodule_or_dataloader: Any,
+        policy: Policy | Plan | Literal["auto"],
+        engine: TrainingEngine,
+        *,
+        batch_size: int | None = None,
+        **trainer_options: Any,
+    ) -> Trainer:
+        """Make a trainer of a LightningModule and its data; see `lightning_learner`.
+
+        The batch size of the DataLoader, or the one given, is that of all workers together.
+        """
+        from paceline.learners.lightning import lightning_learner
+
+        learner = lightning_learner(module, datamodule_or_dataloader, batch_size=batch_size)
+        return cls(learner, policy, engine, **trainer_options)
 
     @property
     def learner(self) -> Learner:
@@ -553,8 +592,28 @@ class _Reason:
     text: str = "failed"
 
     def tell(self, callbacks: Sequence[Callback]) -> None:
-        for callback in callbacks:
-            callback.ended(self.text)
+        errors = []
+        for callback in callbacks:  # all of them: each may have something to close
+            try:
+                callback.ended(self.text)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _shown(progress: bool | Literal["live"], callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with one that shows the progress, unless one of them does."""
+    if progress not in (True, False, "live"):
+        raise ValueError(
+            f'progress={progress!r}: use True for a line, "live" for a table of all workers, or '
+            "False for nothing"
+        )
+    if not progress or any(isinstance(callback, LiveView) for callback in callbacks):
+        return [*callbacks]
+    if progress == "live":  # first, so that it ends even if another callback fails to
+        return [LiveView(), *callbacks]
+    return [*callbacks, ProgressLine()]
 
 
 def _plan_of(policy: Policy | Plan) -> Plan | None:
@@ -726,6 +785,17 @@ def _innermost(policy: Policy) -> Policy:
     while inner := getattr(policy, "inner", None):
         policy = inner
     return policy
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse those that cannot be told of a beginning as they are now."""
+    for callback in callbacks:
+        try:
+            signature(callback.started).bind(None)
+        except TypeError:
+            raise ValueError(
+                f"{type(callback).__name__}.started takes no Live: write started(self, live)"
+            ) from None
 
 
 def _check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:

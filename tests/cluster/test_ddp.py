@@ -41,14 +41,14 @@ class Outcome(NamedTuple):
     models: dict[str, dict[str, Tensor]]
 
 
-def torchrun(script: Path, *arguments: str, seconds: float) -> str:
+def torchrun(script: Path, *arguments: str, seconds: float, ranks: int = RANKS) -> str:
     """Run a script on all ranks over the loopback interface, and return what it prints.
 
     On a busy machine torch's gloo now and then aborts a rank that has done all its work, in scripts
     without anything of ours as well: then the script is run again.
     """
     for _ in range(3):
-        code, printed, errors = _launched(script, arguments, seconds)
+        code, printed, errors = launched(script, arguments, seconds, ranks)
         if code == 0:
             return printed
         if "terminate called without an active exception" not in errors:
@@ -56,9 +56,12 @@ def torchrun(script: Path, *arguments: str, seconds: float) -> str:
     raise AssertionError(f"{script.name} ended with {code}:\n{errors}")
 
 
-def _launched(script: Path, arguments: Sequence[str], seconds: float) -> tuple[int, str, str]:
+def launched(
+    script: Path, arguments: Sequence[str], seconds: float, ranks: int
+) -> tuple[int, str, str]:
+    """Run a script once, and return its exit code, output and errors."""
     launch = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"),
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
         *(str(script), *arguments),
     ]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ needs_data = pytest.mark.skipif(
     not Path(FASHION_MNIST).exists() and not os.environ.get("CI"),  # in CI it must be there
     reason="Debian's package dataset-fashion-mnist is absent",
 )
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where an optional package is absent; in CI it must be there."""
+    absent = find_spec(package) is None and not os.environ.get("CI")
+    return pytest.mark.skipif(absent, reason=f"the package {package} is not installed")
 
 
 def run(script: str) -> str:
@@ -43,6 +50,23 @@ def test_simulate_ranks_the_policies() -> None:
     rows = [line.split() for line in run("examples/simulate.py").splitlines()[1:]]
     loss = {row[0]: float(row[3]) for row in rows}
     assert loss["k_sync(7)"] < loss["sync()"] and loss["rennala(8)"] < loss["sync()"]
+
+
+@needs("lightning")
+def test_a_lightning_module_learns_in_spite_of_a_slow_worker() -> None:
+    output = run("examples/lightning_digits.py")
+    losses = re.search(r"loss before ([\d.]+), after ([\d.]+)", output)
+    assert losses and float(losses[2]) < 0.3 * float(losses[1])
+    accuracy = re.search(r"Reader: test accuracy ([\d.]+)%", output)
+    assert accuracy and float(accuracy[1]) > 75
+
+
+@needs("transformers")
+def test_a_model_of_transformers_learns_and_stays_tied() -> None:
+    output = run("examples/transformers_tiny.py")
+    losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)
+    assert losses and float(losses[2]) < 0.3 * float(losses[1])
+    assert "share their weights: True" in output
 
 
 INTERRUPTED = """

@@ -111,8 +111,46 @@ def test_progress_is_read_from_the_figures() -> None:
     assert isnan(progress_of(meter(), None, 2, SERVER.model, told.append).epoch)
 
 
+def test_nodes_that_have_not_joined_are_left_out() -> None:
+    live = Live(Header(), {"w10": meter(), "w0": meter(), "w1": Meter()}, Meter(), lambda: 4.0)
+    assert list(live.workers()) == ["w0"]
+    live = Live(Header(), {"w1": meter(), "w0": meter()}, Meter(), lambda: 4.0)
+    assert list(live.workers()) == ["w0", "w1"]
+
+
 def test_a_callback_may_leave_everything_out() -> None:
     silent = Callback()
     silent.started(Live(Header(), {}, Meter(), lambda: 0.0))
     silent.stepped(progress())
     silent.ended("done")
+
+
+class Bad(Callback):
+    def ended(self, reason: str) -> None:
+        raise RuntimeError("cannot close")
+
+
+class Closing(Callback):
+    closed = ""
+
+    def ended(self, reason: str) -> None:
+        self.closed = reason
+
+
+def test_all_are_told_of_the_end_although_one_fails() -> None:
+    closing = Closing()
+    engine = pl.Simulator(2, pl.Fixed(1.0))
+    trainer = pl.Trainer(pl.Quadratic(), pl.sync(), engine, callbacks=[Bad(), closing])
+    with pytest.raises(RuntimeError, match="cannot close"):
+        trainer.fit(steps=2)
+    assert closing.closed == "2 steps taken"
+
+
+class Old(Callback):
+    def started(self) -> None:  # type: ignore[override]
+        pass
+
+
+def test_a_callback_that_takes_no_live_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ValueError, match=r"Old.started takes no Live: write started\(self, live\)"):
+        pl.Trainer(pl.Quadratic(), pl.sync(), pl.Simulator(2), callbacks=[Old()])

@@ -1,45 +1,196 @@
-"""Every snippet of the README and the documentation runs, in the order of its page."""
+"""The README and the documentation: every snippet and command runs, every link leads somewhere."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from click.testing import CliRunner
+
+import paceline as pl
+from paceline.cli.app import app
+from tests.console import Command, Edit, File, check, read, snippets
 
 ROOT = Path(__file__).parents[2]
-
-
+DOCS = ROOT / "docs"
 PAGES = [
-    "README.md",
-    *(
-        f"docs/{page}.md"
-        for page in (
-            "guide",
-            "checkpoints",
-            "planning",
-            "selection",
-            "placement",
-            "messages",
-            "gossip",
-            "ddp",
-            "coding",
-        )
-    ),
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
 ]
+# What pages need beyond the package; in CI it must be there.
+NEEDS = {
+    "frameworks": ("lightning", "transformers"),
+    "trackers": ("tensorboard", "wandb", "mlflow"),
+    "live": ("rich",),
+}
+QUESTIONS = ("placement", "waiting", "selection", "coding", "messages", "gossip", "planning")
+FRESH = {"Install", "Is this machine well?", "The same on real processes"}  # tests/fresh has them
+FITTED = ("paceline profile", "paceline plan")  # whose figures differ from one scipy to another
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_snippets_run(page: str) -> None:
-    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
-    assert snippets
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=named)
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for package in () if os.environ.get("CI") else NEEDS.get(page.stem, ()):
+        pytest.importorskip(package)
     names: dict[str, Any] = {"__name__": "snippet"}
-    for snippet in snippets:
-        exec(compile(snippet, page, "exec"), names)
+    for snippet in snippets(page):
+        exec(compile(snippet, named(page), "exec"), names)
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_a_file_to_save_is_used_by_a_command_of_its_page() -> None:
+    saved = 0
+    for page in PAGES:
+        steps = read(page)
+        lines = [step.line for step in steps if isinstance(step, Command)]
+        for step in steps:
+            if isinstance(step, File):
+                saved += 1
+                assert any(step.name in line for line in lines), f"{page.name}: {step.name}"
+    assert saved >= 3
+
+
+def test_commands_are_on_pages_that_a_test_plays() -> None:
+    pages = {named(page) for page in PAGES for step in read(page) if isinstance(step, Command)}
+    others = {"docs/cli.md", "README.md"}  # tests/unit/cli/test_page.py, tests/fresh
+    assert pages <= {"docs/start.md", "docs/recipes.md", *others}
+
+
+def test_the_ten_minutes_on_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for step in read(DOCS / "start.md"):
+        match step:
+            case File(name, text):
+                Path(name).write_text(text)
+            case Edit():
+                step.apply(tmp_path)
+            case Command(line, shown, section) if section not in FRESH:
+                name, *args = shlex.split(line)
+                assert name == "paceline"
+                found = CliRunner().invoke(app, args)
+                assert found.exit_code == 0, found.stderr
+                planned = "planned" in line  # by figures that were fitted
+                lines = shown[:1] if line.startswith(FITTED) else shown
+                check(lines, found.stdout.splitlines(), inf if planned else 0.02)
+                ran.append(args[0])
+    assert set(ran) >= {"train", "profile", "plan", "compare", "report"}
+
+
+def test_the_commands_of_the_recipes(tmp_path: Path) -> None:
+    ran = 0
+    for step in read(DOCS / "recipes.md"):
+        match step:
+            case File(name, text):
+                (tmp_path / name).write_text(text)
+            case Command(line, shown):
+                name, *args = shlex.split(line)
+                assert name == "python"
+                found = subprocess.run(
+                    [sys.executable, *args], cwd=tmp_path, capture_output=True, text=True
+                )
+                assert found.returncode == 0, found.stderr
+                check(shown, found.stdout.splitlines(), 0.02)
+                ran += 1
+    assert ran == 2
+
+
+def test_the_landing_page_has_the_example_of_the_readme() -> None:
+    assert snippets(DOCS / "index.md") == snippets(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_page_about_a_question_says_first_when_it_pays(name: str) -> None:
+    opening = (DOCS / f"{name}.md").read_text().partition("\n## ")[0]
+    assert re.search(r"\*\*It (pays|helps)\*\*", opening)
+    assert re.search(r"\*\*It does not (pay|help)", opening)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"^\.\. (?:auto|py:)\w+:: paceline\.(\w+)$", text, re.M)
+    assert sorted(listed) == sorted(pl.__all__)  # and none of them twice
+
+
+def test_every_benchmark_is_named() -> None:
+    text = (DOCS / "benchmarks.md").read_text()
+    for script in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
+        assert script.name in text, f"docs/benchmarks.md does not name {script.name}"
+        if '__name__ == "__main__"' in script.read_text() and "_" not in script.stem:
+            assert f"python benchmarks/{script.name}" in text
+
+
+def test_the_kubernetes_file_has_unequal_workers_and_a_job_on_them() -> None:
+    cluster, job = yaml.safe_load_all((DOCS / "kuberay.yaml").read_text())
+    assert cluster["apiVersion"] == job["apiVersion"] == "ray.io/v1"
+    assert (cluster["kind"], job["kind"]) == ("RayCluster", "RayJob")
+    assert job["spec"]["clusterSelector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    assert "backoffLimit" not in job["spec"]  # which KubeRay refuses together with a selector
+    assert cluster["spec"]["authOptions"]["mode"] == "token"
+    groups = cluster["spec"]["workerGroupSpecs"]
+    (cpus, names, images) = ([], [], [])
+    for group in [cluster["spec"]["headGroupSpec"], *groups]:
+        (container,) = group["template"]["spec"]["containers"]
+        cpus.append(container["resources"]["limits"]["cpu"])
+        images.append(container["image"])
+        names.append([variable["name"] for variable in container["env"]])
+    assert len(set(cpus[1:])) == len(groups) == 2  # unequal machines
+    assert len(set(images)) == 1
+    assert all("RAY_health_check_period_ms" in each for each in names)
+    assert sum(group["replicas"] for group in groups) == 8
+    assert all(group["rayStartParams"]["num-cpus"] == "1" for group in groups)
+
+
+def test_docstrings_become_lists_tables_and_code() -> None:
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    lines = [
+        "Sends when |x| > k * y.",
+        "",
+        "k: how often,",
+        "    at most.",
+        "other: is no argument.",
+        "",
+        "| a | b |",
+        "|---|---|",
+        "| 1 | `f(*x)` |",
+        "",
+        "    code = 1",
+    ]
+    assert docstrings.readable(lines, {"k"}) == [
+        r"Sends when \|x\| > k \* y.",
+        "",
+        "",
+        "- **k**: how often,",
+        "  at most.",
+        "",
+        "other: is no argument.",
+        "",
+        *(".. list-table::", "   :header-rows: 1", ""),
+        *("   * - a", "     - b", "   * - 1", "     - `f(*x)`", ""),
+        *("::", "", "    code = 1", ""),
+    ]
+    fields = docstrings.commented(pl.Run, ["model: told already"])
+    assert "learned: yours as it is now, with all that it has learned." in fields
+    assert not any(line.startswith("model:") for line in fields)

@@ -8,6 +8,7 @@ import click
 
 from paceline import __version__
 from paceline.cli.doctor import doctor
+from paceline.cli.export import export
 from paceline.cli.journals import compare, report
 from paceline.cli.plan import plan, simulate
 from paceline.cli.profile import profile
@@ -54,7 +55,7 @@ def app(debug: bool) -> None:
     """
 
 
-for command in (train, profile, plan, simulate, replay, report, compare, doctor):
+for command in (train, profile, plan, simulate, replay, report, compare, export, doctor):
     app.add_command(command)
 
 

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.figures import compared, figures, policy_of
-from paceline.cli.show import json_option, patience, print_json
+from paceline.cli.show import json_option, patience, print_json, say
 
 if TYPE_CHECKING:
-    from paceline.core.journal import Journal
-    from paceline.report.metrics import Meter
+    from paceline.core.journal import Entry, Journal
+    from paceline.report.collect import Record
 
 JOURNAL = click.Path(exists=True, dir_okay=False, path_type=Path)
 _LONGEST = 120  # characters of an engine's text
-UNFINISHED = "not yet, or the journal is cut off"
 
 
 @click.command()
-@click.argument("journal", type=JOURNAL)
+@click.argument("journals", metavar="JOURNAL…", type=JOURNAL, nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="PAGE",
+    help="Write a page of HTML as well, which opens offline and can be mailed.",
+)
 @json_option
-def report(journal: Path, as_json: bool) -> None:
-    """Say what the run of JOURNAL did, used, wasted and cost."""
-    with patience(f"reading {journal}"):
-        loaded = load_journal(journal)
-        meter, reason = measured(loaded)
+def report(journals: Sequence[Path], output: Path | None, as_json: bool) -> None:
+    """Say what the run of JOURNAL did, used, wasted and cost.
+
+    Several JOURNALs are the nodes of one run without a main node.
+    """
+    names = [str(path) for path in journals]
+    told = f"reading {names[0]}" if len(names) == 1 else f"reading {len(names)} journals"
+    with patience(told, _size(journals)) as part:
+        record = read_record(journals, part.to)
+        if output is not None:
+            from paceline.report.page import write_page
+
+            write_page(output, record, names)
     if as_json:
-        print_json({"journal": str(journal), **figures(meter, loaded.header, reason)})
+        which = {"journal": names[0]} if len(names) == 1 else {"journals": names}
+        print_json({**which, **figures(record.meter, record.header, record.reason)})
     else:
-        click.echo(as_text(loaded, meter, reason))
+        click.echo(as_text(record))
+    if output is not None:
+        say(f"wrote {output}")
 
 
 @click.command()
@@ -39,12 +57,13 @@ def report(journal: Path, as_json: bool) -> None:
 @json_option
 def compare(journals: Sequence[Path], as_json: bool) -> None:
     """Put the runs of several JOURNALS side by side."""
-    runs = []
-    with patience("reading journals"):
+    runs, done = [], 0
+    with patience("reading journals", _size(journals)) as part:
         for path in journals:
-            loaded = load_journal(path)
-            meter, reason = measured(loaded)
-            runs.append(figures(meter, loaded.header, reason))
+            before = done
+            record = read_record([path], lambda read: part.to(before + read))  # noqa: B023
+            done += path.stat().st_size
+            runs.append(figures(record.meter, record.header, record.reason))
     names = [str(path) for path in journals]
     if as_json:
         rows = [{"journal": name, **run} for name, run in zip(names, runs, strict=True)]
@@ -53,41 +72,74 @@ def compare(journals: Sequence[Path], as_json: bool) -> None:
         click.echo(compared(names, runs))
 
 
-def as_text(journal: Journal, meter: Meter, reason: str) -> str:
+def as_text(record: Record) -> str:
     """Return a run in a few lines."""
     from paceline.report.text import forecast_line, summary
 
-    header, about = journal.header, journal.header.about or {}
+    header, about = record.header, record.header.about or {}
     engine = str(about.get("engine", "an unknown engine"))
     engine = engine if len(engine) <= _LONGEST else f"{engine[: _LONGEST - 1]}…"
     lines = [f"{policy_of(header)} on {engine}"]
-    lines.append(summary(meter, reason, header.batch, None if header.peer is None else 1))
+    nodes = len(record.headers) if record.is_peers else None
+    lines.append(summary(record.meter, record.reason, header.batch, nodes))
+    if record.peers is not None:
+        lines.append(record.peers.lines())
     if (forecast := about.get("forecast")) is not None:
-        lines.append(forecast_line(forecast, meter))
+        lines.append(forecast_line(forecast, record.meter))
     return "\n".join(lines)
 
 
-def load_journal(path: Path) -> Journal:
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def read_record(paths: Sequence[Path], told: Callable[[float], None] | None = None) -> Record:
+    """Read the journals of one run, entry by entry, so that a long one needs no memory.
+
+    told: hears how many bytes have been read.
+    """
+    from paceline.core.journal import read_entries, read_header
+    from paceline.report.collect import collected, named
+
+    if len(set(paths)) < len(paths):
+        raise ValueError("a journal is given twice; give one of each node of a run")
+    headers = {}
+    for path in paths:
+        with _journal(path):
+            headers[str(path)] = read_header(path)
+    nodes = named(headers)
+
+    read = dict.fromkeys(headers, 0.0)
+
+    def entries(path: str) -> Iterator[Entry]:
+        def here(done: float) -> None:
+            read[path] = done
+            if told is not None:
+                told(sum(read.values()))
+
+        with _journal(path):
+            yield from read_entries(path, here)
+
+    return collected(
+        {node: headers[name] for node, name in nodes.items()},
+        {node: entries(name) for node, name in nodes.items()},
+    )
+
+
+def load_journal(path: Path, told: Callable[[float], None] | None = None) -> Journal:
     """Read a journal, and say in which file it is if it is none."""
     from paceline.core.journal import Journal
 
+    with _journal(path):
+        return Journal.load(path, told)
+
+
+@contextlib.contextmanager
+def _journal(path: Path | str) -> Iterator[None]:
+    """Say which file is no journal, if it is none."""
     try:
-        return Journal.load(path)
+        yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a journal ({error}); give a file that Trainer(journal=…) wrote"
         ) from None
-
-
-def measured(journal: Journal) -> tuple[Meter, str]:
-    """Return the figures of a journal, and why its run ended."""
-    from paceline.core.protocol import Stop
-    from paceline.report.metrics import Meter
-
-    meter, reason = Meter.begin(journal.header), UNFINISHED
-    for entry in journal:
-        meter.observe(entry)
-        for command in entry.commands:
-            if isinstance(command, Stop):
-                reason = command.reason
-    return meter, reason

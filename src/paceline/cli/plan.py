@@ -45,13 +45,14 @@ def plan(
     """Rank ways to train on FLEET, a file that `paceline profile` wrote."""
     from paceline.planner.choose import plan as choose
 
-    with patience("planning"):
+    with patience("planning", 1.0) as part:
         found = choose(
             load_fleet(fleet),
             target=target,
             minimize=minimize,
             workers=workers,
             learning_rate=learning_rate,
+            told=part.to,
         )
     if not as_json:
         click.echo(str(found))
@@ -95,7 +96,7 @@ def simulate(
     from paceline.core.state import describe
     from paceline.planner.forecast import forecast
 
-    with patience("simulating"):
+    with patience("simulating", 1.0) as part:
         found = forecast(
             policy,
             load_fleet(fleet),
@@ -103,6 +104,7 @@ def simulate(
             target=target,
             codec=codec,
             seeds=seeds,
+            told=part.to,
         )
     if as_json:
         print_json({"policy": describe(policy), **found.about()})

@@ -84,7 +84,7 @@ def profile(
         with contextlib.ExitStack() as stack:
             if hasattr(made.engine, "__enter__"):  # it then keeps its processes all along
                 stack.enter_context(cast("contextlib.AbstractContextManager[Any]", made.engine))
-            stack.enter_context(patience("measuring"))
+            stack.enter_context(patience("measuring", seconds=_longest(made, seconds)))
             return measured(
                 made.learner,
                 made.engine,
@@ -109,6 +109,14 @@ def profile(
     for note in found.notes:
         click.echo(f"note: {note}")
     click.echo(f"saved {output}; next: paceline plan {output} --target LOSS")
+
+
+def _longest(made: Made, seconds: float) -> float | None:
+    """Return how long it takes at most, but for loading; simulated time is none to wait for."""
+    from paceline.engines.simulator import Simulator
+
+    # Messages of other sizes take a third as long, and training as long again.
+    return None if isinstance(made.engine, Simulator) else (1 + 1 / 3 + 1) * seconds
 
 
 def _prices(known: Prices | None, per_hour: float | dict[str, float] | None) -> Prices | None:

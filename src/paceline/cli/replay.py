@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -38,9 +39,10 @@ def replay(journal: Path, policy: Any, as_json: bool) -> None:
     When to begin and end is taken from the journal, unless the policy says so by Until(…).
     Exit code 3: not the same.
     """
-    with patience(f"replaying {journal}"):
-        loaded = load_journal(journal)
-        found = first_difference(driven(policy, loaded.header.policy), loaded)
+    with patience(f"reading {journal}", journal.stat().st_size) as part:
+        loaded = load_journal(journal, part.to)
+    with patience(f"replaying {journal}", len(loaded)) as part:
+        found = first_difference(driven(policy, loaded.header.policy), loaded, part.to)
     data: dict[str, Any] = {"journal": str(journal), "entries": len(loaded), "same": found is None}
     if found is None:
         text = f"the same: all {len(loaded)} entries"
@@ -69,7 +71,9 @@ class Difference:
     replayed: str
 
 
-def first_difference(policy: Policy, journal: Journal) -> Difference | None:
+def first_difference(
+    policy: Policy, journal: Journal, told: Callable[[float], None] = lambda done: None
+) -> Difference | None:
     """Return where a replay differs first, None if it never does."""
     from paceline.core.coordinator import replayed
     from paceline.core.journal import same
@@ -78,6 +82,7 @@ def first_difference(policy: Policy, journal: Journal) -> Difference | None:
 
     decisions = replayed(policy, journal)
     for place, recorded in enumerate(journal, 1):
+        told(place)
         at = place, recorded.now, describe(recorded.event)
         mine = [describe(command) for command in recorded.commands]
         try:

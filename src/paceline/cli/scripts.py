@@ -90,6 +90,22 @@ def watched() -> Iterator[Watched]:
         yield seen
 
 
+@contextlib.contextmanager
+def shown_live() -> Iterator[None]:
+    """Have all trainers show their workers, whatever they were told."""
+    from paceline.live import require_rich
+    from paceline.trainer import Trainer
+
+    require_rich()  # before the script has done anything
+    make = Trainer.__init__
+
+    def made(trainer: Trainer, *args: Any, **options: Any) -> None:
+        make(trainer, *args, **{**options, "progress": "live"})
+
+    with _replaced(Trainer, "__init__", made):
+        yield
+
+
 @dataclass(frozen=True)
 class Made:
     """What a trainer was made with."""

@@ -15,6 +15,7 @@ import click
 
 PATIENCE = 2.0
 """Seconds after which a command says that it is at work."""
+_BAR = 24  # characters
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else."
@@ -62,20 +63,53 @@ def plain(value: Any) -> Any:
     return value
 
 
+class Part:
+    """How far something is, as told by who does it."""
+
+    def __init__(self, total: float | None) -> None:
+        self._total, self._done = total, 0.0
+
+    def to(self, done: float) -> None:
+        """Say that so much of the total is done, or more if that was said before."""
+        self._done = max(self._done, done)
+
+    def bar(self, live: bool) -> str:
+        """Return it as a bar on a terminal and as a percentage elsewhere, "" without a total."""
+        if not self._total:
+            return ""
+        part = min(max(self._done / self._total, 0.0), 1.0)
+        full = round(part * _BAR)
+        return f"  [{'#' * full}{'-' * (_BAR - full)}] {part:.0%}" if live else f", {part:.0%}"
+
+
 @contextlib.contextmanager
-def patience(text: str, after: float = PATIENCE, stream: TextIO | None = None) -> Iterator[None]:
+def patience(
+    text: str,
+    total: float | None = None,
+    *,
+    seconds: float | None = None,
+    after: float = PATIENCE,
+    stream: TextIO | None = None,
+) -> Iterator[Part]:
     """Say on stderr what goes on and for how long, if it takes longer than two seconds.
 
     On a terminal one line is kept current; elsewhere there is a line every ten seconds.
+
+    total: of what is to be done, if it is known; `Part.to` then says how much is.
+    seconds: that it takes at most, if these are known instead.
     """
     out = stream or sys.stderr
     live = out.isatty()
     done, began = threading.Event(), time.monotonic()
+    part = Part(seconds if total is None else total)
 
     def tell() -> None:
         wait, last = after, ""
         while not done.wait(wait):
-            line = f"{text}: {time.monotonic() - began:.0f} s"
+            passed = time.monotonic() - began
+            if total is None:
+                part.to(passed)
+            line = f"{text}: {passed:.0f} s{part.bar(live)}"
             out.write(f"\r\033[K{line}" if live else f"{line}\n")
             out.flush()
             wait, last = (1.0, "\r\033[K") if live else (10.0, "")
@@ -85,7 +119,7 @@ def patience(text: str, after: float = PATIENCE, stream: TextIO | None = None) -
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     try:
-        yield
+        yield part
     finally:
         done.set()
         thread.join()

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.scripts import SCRIPT, run_script, watched
+from paceline.cli.scripts import SCRIPT, run_script, shown_live, watched
 from paceline.cli.show import json_option, print_json, say
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--live", is_flag=True, help="Show all workers while it trains.")
 @json_option
 @click.argument("script", type=SCRIPT)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def train(script: Path, args: tuple[str, ...], as_json: bool) -> None:
+def train(script: Path, args: tuple[str, ...], live: bool, as_json: bool) -> None:
     """Run SCRIPT with ARGS, as `python SCRIPT ARGS` would.
 
     The last run's summary is printed, unless the script asks for one itself. Options go before
@@ -26,6 +27,8 @@ def train(script: Path, args: tuple[str, ...], as_json: bool) -> None:
     with watched() as seen, contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if live:
+            stack.enter_context(shown_live())
         try:
             run_script(script, args)
         except SystemExit as end:

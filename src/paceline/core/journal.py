@@ -7,7 +7,7 @@ A file's first line is its header; each further line is one entry.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -88,10 +88,13 @@ class Journal:
         copy.close()
 
     @classmethod
-    def load(cls, path: Path | str) -> Journal:
-        """Read a file into memory. A torn last line, as a crash leaves it, is left out."""
+    def load(cls, path: Path | str, told: Callable[[float], None] | None = None) -> Journal:
+        """Read a file into memory. A torn last line, as a crash leaves it, is left out.
+
+        told: how many bytes are read, now and then.
+        """
         journal = cls(read_header(path))
-        for entry in read_entries(path):
+        for entry in read_entries(path, told):
             journal.append(entry)
         return journal
 
@@ -131,18 +134,34 @@ def read_header(path: Path | str) -> Header:
     return Header(**head, prices=prices)
 
 
-def read_entries(path: Path | str) -> Iterator[Entry]:
+def read_entries(path: Path | str, told: Callable[[float], None] | None = None) -> Iterator[Entry]:
     """Read the rest, entry by entry, so that a long journal needs no memory.
 
     A torn last line, as a crash leaves it, is left out.
     """
     with open(path, encoding="utf-8") as file:
-        file.readline()  # the header
+        read, count = len(file.readline()), 2  # after the header
         while lines := list(islice(file, _AT_ONCE)):
+            read += sum(map(len, lines))
+            if told is not None:
+                told(read)
             if not lines[-1].endswith("\n"):
                 del lines[-1]
-            for data in json.loads(f"[{','.join(lines)}]"):
+            try:
+                parsed = json.loads(f"[{','.join(lines)}]")
+            except json.JSONDecodeError:
+                parsed = [_line(path, count + place, text) for place, text in enumerate(lines)]
+            count += len(lines)
+            for data in parsed:
                 yield _entry(data)
+
+
+def _line(path: Path | str, number: int, text: str) -> Any:
+    """Parse one line, and say which it is if it cannot be."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
 
 
 def dump_header(header: Header) -> str:

@@ -119,7 +119,7 @@ def _start(data: dict[str, Any]) -> Any:
 
 
 def _task(data: dict[str, Any]) -> Any:
-    if len(data) > _PLAIN_TASK or "attempt" in data:
+    if len(data) > _PLAIN_TASK or "attempt" in data or type(data["since"]) is not float:
         return _decode(data)
     return protocol.Task(
         data["id"],
@@ -144,15 +144,15 @@ def _of_samples(samples: int) -> protocol.Work:
 
 
 def _finished(data: dict[str, Any]) -> Any:
-    stats = data.get("stats")
-    if stats is None or any(type(value) is not float for value in stats.values()):
+    stats, seconds, waited = data.get("stats"), data.get("seconds", 0.0), data.get("waited", 0.0)
+    if stats is None or any(type(v) is not float for v in (seconds, waited, *stats.values())):
         return _decode(data)
     return protocol.Finished(
         data["task"],
         data["samples"],
-        data.get("seconds", 0.0),
+        seconds,
         stats,
-        data.get("waited", 0.0),
+        waited,
         data.get("sent"),
         data.get("got"),
     )

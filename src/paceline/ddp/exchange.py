@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 from zlib import crc32
@@ -11,6 +12,26 @@ import torch.distributed as dist
 
 Gather: TypeAlias = Callable[[Sequence[float]], list[list[float]]]
 """Takes a rank's row of numbers, and returns the rows of all ranks, in their order."""
+
+
+def is_grouped() -> bool:
+    """Tell whether the default process group is there."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def launched() -> tuple[int, int]:
+    """Return the rank of this process and their number: the group's, else those of torchrun."""
+    if is_grouped():
+        return dist.get_rank(), dist.get_world_size()
+    rank, ranks = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or ranks is None:
+        return 0, 1
+    if not (rank.isdecimal() and ranks.isdecimal()):
+        raise ValueError(
+            f"RANK={rank!r} and WORLD_SIZE={ranks!r} in the environment are not whole numbers; "
+            "unset them, or start the script with torchrun"
+        )
+    return int(rank), int(ranks)
 
 
 def all_gather(row: Sequence[float]) -> list[list[float]]:

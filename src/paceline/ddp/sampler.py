@@ -19,12 +19,11 @@ from math import nan
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from paceline.data.sampling import Stream
-from paceline.ddp.exchange import Gather, agreed, all_gather
+from paceline.ddp.exchange import Gather, agreed, all_gather, is_grouped, launched
 from paceline.ddp.schedule import Schedule
 
 Batch = TypeVar("Batch")
@@ -56,6 +55,9 @@ class ProportionalSampler(Sampler[list[int]]):
                 optimizer.zero_grad()
                 sampler.scale(loss).backward()
                 optimizer.step()
+
+    Rank and number of ranks are those of the default process group, or, as long as there is none,
+    of the variables RANK and WORLD_SIZE that torchrun sets.
 
     With `speeds`, one for each rank in any unit, the shares are fixed. Otherwise each rank measures
     its samples per second of loading and forward pass (the backward pass waits for the others),
@@ -91,9 +93,8 @@ class ProportionalSampler(Sampler[list[int]]):
         if (rank is None) != (world_size is None):
             raise ValueError("give both rank and world_size, or neither to ask torch.distributed")
         if rank is None or world_size is None:
-            grouped = dist.is_available() and dist.is_initialized()
-            rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-            gather = gather or (all_gather if grouped else None)
+            rank, world_size = launched()
+            gather = gather or all_gather
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is none of {world_size}: use 0 to {world_size - 1}")
         if speeds is None and world_size > 1 and gather is None:
@@ -188,11 +189,17 @@ class ProportionalSampler(Sampler[list[int]]):
                 f"this {type(loader).__name__} does not draw from this sampler; give measured() "
                 f"the DataLoader(dataset, batch_sampler=sampler) itself, and wrap what it returns"
             )
-        grouped = self._asked and dist.is_available() and dist.is_initialized()
-        if grouped and dist.get_world_size() != self.world_size:
+        found = launched()
+        if self._asked and is_grouped() and found != (self.rank, self.world_size):
             raise RuntimeError(
-                f"this sampler was made for {self.world_size} rank, before init_process_group(), "
-                f"and there are {dist.get_world_size()}; make it afterwards"
+                f"this sampler was made for rank {self.rank} of {self.world_size}, before "
+                f"init_process_group(), and this is rank {found[0]} of {found[1]}; make it "
+                "afterwards"
+            )
+        if self._gather is all_gather and not is_grouped():
+            raise RuntimeError(
+                f"the {self.world_size} ranks have no way to talk yet; call init_process_group() "
+                "before the loop"
             )
         if not getattr(loader, "in_order", True):
             raise ValueError("in_order=False mixes up the steps; use DataLoader(in_order=True)")

@@ -6,12 +6,11 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.protocol import Want
 from paceline.core.state import decode, encode
@@ -19,8 +18,17 @@ from paceline.learners.base import Array, Direction, Layout, Recipe, Saved, Span
 from paceline.learners.flat import FlatModule, as_tensor
 from paceline.learners.transforms import Piece, Transform
 
+
+class Scheduler(Protocol):
+    """What is needed of a learning-rate schedule; all of torch's that need no metric have it."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+MakeScheduler: TypeAlias = Callable[[Optimizer], Scheduler]
 _OWN = "transform."  # before the names of its sums, which may be those of statistics
 
 
@@ -265,9 +273,15 @@ def optimizer_of(
         held = [index[id(parameter)] for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**options, "params": [pieces[i] for i in held if i in pieces]})
-    kind = type(template)
+    return made_alike(type(template), template.defaults, groups)
+
+
+def made_alike(
+    kind: type[Optimizer], defaults: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> Optimizer:
+    """Make an optimizer of a kind from groups with all their settings."""
     known = signature(kind).parameters
-    return kind(groups, **{k: v for k, v in template.defaults.items() if k in known})
+    return kind(groups, **{k: v for k, v in defaults.items() if k in known})
 
 
 def check_elementwise(make: MakeOptimizer, shapes: Shapes) -> None:

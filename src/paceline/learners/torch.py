@@ -284,7 +284,7 @@ def _fetcher(
 
 
 def _to(batch: Any, device: str) -> Any:
-    """Move a batch of tensors in lists, tuples and dicts to a device."""
+    """Move a batch to a device: tensors in lists, tuples and dicts, or what can move itself."""
     if device == "cpu":
         return batch
     if isinstance(batch, Tensor):
@@ -292,5 +292,8 @@ def _to(batch: Any, device: str) -> Any:
     if isinstance(batch, dict):
         return {key: _to(item, device) for key, item in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(_to(item, device) for item in batch)
+        moved = [_to(item, device) for item in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if callable(move := getattr(batch, "to", None)):  # such as the BatchEncoding of transformers
+        return move(device)
     return batch

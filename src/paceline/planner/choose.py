@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,7 @@ def plan(
     patience: float = 2.0,
     codecs: Sequence[Codec | None] | None = None,
     seed: int = 0,
+    told: Callable[[float], None] | None = None,
 ) -> Plan:
     """Choose a policy, who takes part, and a learning rate, by which a loss is reached best.
 
@@ -100,6 +101,7 @@ def plan(
     seeds: of the best policies' forecasts; by default 4 to 32, fewer for longer runs.
     codecs: of results, to choose from; by default None, and where messages take long a few more.
     patience: what takes so many times as much as the best so far is not looked at further.
+    told: about which share is done, now and then.
     """
     if minimize not in ("time", "dollars", "bytes"):
         raise ValueError(f'minimize={minimize!r}: use "time", "dollars" or "bytes"')
@@ -111,7 +113,7 @@ def plan(
     surface = check_target(profile, target)
     profile = _only(profile, workers)
     _check_goal(profile, minimize)
-    search = Search(profile, surface, target, minimize, learning_rate, most, patience, seed)
+    search = Search(profile, surface, target, minimize, learning_rate, most, patience, seed, told)
     if search.hopeless():
         raise ValueError(search.unreachable())
     plain = grid.candidates(profile, minimize == "dollars", seed)

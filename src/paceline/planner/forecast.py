@@ -7,7 +7,7 @@ is meant divided by 1 - β.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,7 @@ def forecast(
     seeds: int = 8,
     most: int = MOST,
     seed: int = 0,
+    told: Callable[[float], None] | None = None,
 ) -> Forecast:
     """Forecast a run of a policy until its loss is at the target.
 
@@ -101,6 +102,7 @@ def forecast(
         TopK under Feedback, where TopK is taken to send numbers at random, which is worse.
     seeds: simulated.
     most: steps, after which the target counts as not reached.
+    told: which share is done, after each seed.
     """
     target = float(target)
     check_target(profile, target)
@@ -117,7 +119,11 @@ def forecast(
             "give a fixed k"
         )
     case = Case(policy, profile, learning_rate, target, codec, most)
-    runs = [case.simulate(each) for each in range(seed, seed + seeds)]
+    runs = []
+    for place in range(seeds):
+        runs.append(case.simulate(seed + place))
+        if told is not None:
+            told((place + 1) / seeds)
     return summed(runs, case.theory(seed), target, learning_rate)
 
 

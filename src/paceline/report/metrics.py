@@ -124,6 +124,8 @@ class Meter:
         match entry.event:
             case Finished() as event:
                 self._finish(event, entry.now)
+            case Joined(worker) | Left(worker) if self.peer and worker != self.peer.name:
+                pass  # a neighbor, whose time is in its own journal
             case Joined(worker):
                 self._join(worker)
             case Left(worker):
@@ -187,7 +189,8 @@ class Meter:
         if fate == "used":
             tally.samples += samples
             tally.delay += delay
-            tally.used_seconds += end - task.since
+            # Of what the run before spent on it, this one's figures know nothing.
+            tally.used_seconds += max(end - max(task.since, self.began), 0.0)
         if self.listener is not None:
             step = self.version + 1 if fate == "used" else 0
             self.listener(Span(task, end, fate, samples, delay, step))
@@ -301,6 +304,11 @@ class Meter:
         self.busy_seconds += (now - self._now) * self._busy
         self.worker_seconds += (now - self._now) * len(self._present)
         self._now = now
+
+    @property
+    def now(self) -> float:
+        """The seconds of the run at its newest entry."""
+        return self._now
 
     @property
     def wasted(self) -> int:

@@ -43,10 +43,10 @@ class PeersMeter:
         total.weigh(meter.last_weights)
         return True
 
-    def lines(self, spread: float) -> str:
+    def lines(self, spread: float | None = None) -> str:
         """Say who took how many steps, and what was sent of what could have been.
 
-        spread: how far the models were apart in the end.
+        spread: how far the models were apart in the end, which journals do not tell.
         """
         steps = sorted((meter.version, name) for name, meter in self.nodes.items())
         (least, slow), (most, quick) = steps[0], steps[-1]
@@ -57,9 +57,9 @@ class PeersMeter:
             tensors += meter.version * links * len(meter.peer.tensors)
             possible += meter.version * links * meter.message_bytes
         sent, bytes_sent = self.total.tensors_sent, self.total.up_bytes
+        apart = "" if spread is None else f"; distance of their models from the mean {spread:.3g}"
         return (
-            f"  nodes     {least} ({slow}) to {most} ({quick}) steps each; distance of their "
-            f"models from the mean {spread:.3g}\n"
+            f"  nodes     {least} ({slow}) to {most} ({quick}) steps each{apart}\n"
             f"  letters   {self.total.letters}, with {_part(sent, tensors)} of the tensors and "
             f"{_part(bytes_sent, possible)} of the {in_bytes(possible)} of telling all neighbors "
             "all at every step"

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.report.metrics import Meter
 
-_FORGOTTEN = 0.5  # of its part: a model that saw less of some data than that is another model
+FORGOTTEN = 0.5  # of its part: a model that saw less of some data than that is another model
 
 
 def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> str:
@@ -49,8 +49,8 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
             f"  data      {len(represented)} tiles, {represented[least]:.0%} (tile {least}) to "
             f"{represented[most]:.0%} (tile {most}) of the weight due to their sizes"
         )
-        if represented[least] < _FORGOTTEN:
-            few = _number(int((represented < _FORGOTTEN).sum()), "tile")
+        if represented[least] < FORGOTTEN:
+            few = _number(int((represented < FORGOTTEN).sum()), "tile")
             lines.append(
                 f"            WARNING: {few} had less than half of it; "
                 + (

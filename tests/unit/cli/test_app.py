@@ -45,7 +45,8 @@ def test_it_is_a_module_too() -> None:
 def test_every_command_has_help() -> None:
     told = CliRunner().invoke(app, ["--help"]).output
     assert list(app.commands) == [
-        *("train", "profile", "plan", "simulate", "replay", "report", "compare", "doctor")
+        *("train", "profile", "plan", "simulate", "replay", "report", "compare"),
+        *("export", "doctor"),
     ]
     for name in app.commands:
         assert name in told

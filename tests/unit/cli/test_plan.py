@@ -75,3 +75,12 @@ def test_a_file_that_is_no_profile_is_named(paceline: Paceline, tmp_path: Path) 
         assert found.exit_code == 1
         assert "fleet.json is not a profile" in found.stderr
     assert "paceline profile" in found.stderr
+
+
+def test_both_tell_how_far_they_are(fleet: Path) -> None:
+    profile, told = pl.Profile.load(fleet), list[float]()
+    pl.forecast(pl.sync(), profile, learning_rate=0.2, target=0.5, seeds=4, told=told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]
+    told.clear()
+    pl.plan(profile, target=0.5, learning_rate=0.2, told=told.append)
+    assert told[0] == 0.0 and told == sorted(told) and 0.6 < told[-1] < 1.0

@@ -43,6 +43,24 @@ def test_figures_are_alone_on_stdout(paceline: Paceline, script: Script) -> None
     assert "hello" in found.stderr
 
 
+def test_trainers_are_shown_live_if_asked_for(paceline: Paceline, script: Script) -> None:
+    then = "trainer.fit(steps=5)\n"
+    assert "ended: " not in paceline("train", script(then)).stderr
+    found = paceline("train", "--live", "--json", script(then))
+    assert found.exit_code == 0 and json.loads(found.stdout)["runs"][0]["steps"] == 5
+    assert "ended: 5 steps taken" in found.stderr  # in lines, as this is no terminal
+    assert pl.Trainer.__init__.__name__ == "__init__"
+
+
+def test_without_rich_the_script_is_not_begun(
+    paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    found = paceline("train", "--live", script("print('begun')\n"))
+    assert found.exit_code == 1 and "begun" not in found.stdout
+    assert "pip install 'paceline[live]'" in found.stderr
+
+
 def test_exit_codes_are_the_scripts(paceline: Paceline, script: Script) -> None:
     found = paceline("train", script("trainer.fit(steps=5)\nsys.exit(7)\n"))
     assert found.exit_code == 7 and "5 steps" in found.stdout

@@ -37,6 +37,29 @@ def test_who_waits_is_told(live: bool, told: str) -> None:
     assert stream.getvalue() == told
 
 
+@pytest.mark.parametrize(
+    ("live", "told"),
+    [
+        (False, "reading: 0 s, 25%\n"),
+        (True, f"\r\033[Kreading: 0 s  [{'#' * 6}{'-' * 18}] 25%\r\033[K"),
+    ],
+)
+def test_where_the_total_is_known_there_is_a_bar(live: bool, told: str) -> None:
+    stream = Stream(live)
+    with patience("reading", 200.0, after=0.2, stream=stream) as part:
+        part.to(50.0)
+        part.to(10.0)  # it does not go back
+        assert stream.written.wait(30)
+    assert stream.getvalue() == told
+
+
+def test_where_the_seconds_are_known_time_is_the_bar() -> None:
+    stream = Stream(live=False)
+    with patience("measuring", seconds=1e-6, after=0.0, stream=stream):
+        assert stream.written.wait(30)
+    assert stream.getvalue() == "measuring: 0 s, 100%\n"
+
+
 def test_what_is_quick_says_nothing() -> None:
     stream = Stream(live=True)
     with patience("planning", stream=stream):

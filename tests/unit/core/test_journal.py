@@ -54,6 +54,17 @@ def test_an_entry_is_a_line() -> None:
         assert parse_entry(dump_entry(entry)) == entry
 
 
+def test_reading_tells_how_far_it_is(tmp_path: Path) -> None:
+    path, told = tmp_path / "long.jsonl", list[float]()
+    journal = Journal(Header("é"), path)
+    for _ in range(200):
+        fill(journal)
+    journal.close()
+    assert len(Journal.load(path, told.append)) == 800
+    assert len(told) == 4 and told == sorted(told)  # 256 entries at a time
+    assert told[-1] == path.stat().st_size
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     header = Header("Gather(k=2)", 16, {"seed": 3}, {"policy": {}, "ledger": {"a": [1, None]}})
     journal = fill(Journal(header))
@@ -194,3 +205,16 @@ def test_the_state_of_a_coordinator_goes_into_the_header(tmp_path: Path) -> None
     finished = Finished(1, 8)
     assert second.handle(2.0, finished) == first.handle(2.0, finished)
     assert second.state() == first.state()
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    journal = Journal(Header(), path)
+    for at in range(600):
+        journal.append(Entry(float(at), Joined(f"w{at}"), ()))
+    journal.close()
+    lines = path.read_text().splitlines(keepends=True)
+    lines[399] = lines[399][:20] + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"run.jsonl, line 400: "):
+        Journal.load(path)

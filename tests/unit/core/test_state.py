@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import paceline as pl
+from paceline.core import protocol
 from paceline.core.ledger import Ledger
 from paceline.core.protocol import (
     Assign,
@@ -130,14 +131,18 @@ def test_the_written_form() -> None:
         {"type": "tuple", "items": [{"type": "object"}]},
         {"type": "Start", "task": {"type": "subprocess.Popen", "args": ["true"]}},
     ],
-    ids=str,
+    ids=describe,
 )
 def test_only_known_types_are_built(data: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown type .* in saved data; known: \['Assign', "):
         decode(data)
 
 
-@pytest.mark.parametrize("value", [object(), b"bytes", 1j, [object()], {"a": print}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), b"bytes", 1j, [object()], {"a": print}],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_has_no_plain_form_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be saved; policies keep numbers, strings, lists"):
         encode(value)
@@ -340,3 +345,29 @@ def test_what_a_policy_has_come_to_is_no_part_of_its_recipe() -> None:
     before = describe(policy)
     policy._quota = 5
     assert describe(policy) == before
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5, inf, nan])
+@pytest.mark.parametrize("waited", [0.0, 2.0, inf])
+@pytest.mark.parametrize("stats", [{}, {"loss": 1.0}, {"loss": nan}, {"loss": inf, "norm": 1.0}])
+def test_results_are_read_back_however_odd(seconds: float, waited: float, stats: Any) -> None:
+    event = protocol.Finished(3, 8, seconds, stats, waited, sent=5)
+    data = json.loads(json.dumps(encode(event), allow_nan=False))
+    assert repr(decode(data)) == repr(event)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        protocol.Task(1, "w0", protocol.Work(), 2, 0.5, 8, 16),
+        protocol.Task(1, "w0", protocol.Work(samples=4), 2, 0.5, 4, 16, attempt=2),
+        protocol.Task(1, "w0", protocol.Work(samples=4, shares=2), 2, inf, 4, 16),
+        protocol.Task(1, "w0", protocol.Work(tiles={0: 2, 3: 1}), 2, 0.5, 3, 0, draws=(4, 5)),
+        protocol.Task(1, "w0", protocol.Work(steps=3, tag=("row", 1)), 2, 0.5, 8, 16, 3),
+        protocol.Task(1, "w0", protocol.Work({0: (1.0, 2.0)}, cut=4), 2, 0.5, 8, 16),
+    ],
+    ids=describe,
+)
+def test_tasks_are_read_back_however_odd(task: protocol.Task) -> None:
+    data = json.loads(json.dumps(encode(protocol.Start(task)), allow_nan=False))
+    assert decode(data) == protocol.Start(task)

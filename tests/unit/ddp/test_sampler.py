@@ -394,6 +394,23 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
         ProportionalSampler(100, **given)
 
 
+def test_without_a_group_the_ranks_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    sampler = ProportionalSampler(90, 30)
+    assert (sampler.rank, sampler.world_size) == (2, 3)
+    assert next(iter(sampler)) == Stream(90, 0).indices(20, 10).tolist()
+    with pytest.raises(RuntimeError, match=r"call init_process_group\(\) before the loop"):
+        sampler.measured(DataLoader(range(90), batch_sampler=sampler))  # type: ignore[arg-type]
+    alone = ProportionalSampler(90, 30, rank=0, world_size=1)
+    assert len(next(iter(alone))) == 30
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match=r"RANK='first' and WORLD_SIZE='3'.*unset them"):
+        ProportionalSampler(90, 30)
+    monkeypatch.delenv("RANK")
+    assert ProportionalSampler(90, 30).world_size == 1
+
+
 def test_scale_needs_a_batch_and_one_number() -> None:
     sampler = ProportionalSampler(10, 5)
     loader = Loader(sampler, 0)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from paceline.core.state import describe
 from paceline.delays.compound import Bursts, Delays, Mixture, PerWorker, Scaled, resolve
 from paceline.delays.models import (
     Delay,
@@ -65,7 +66,7 @@ def test_sample_mean_is_the_mean(model: Delay, variance: float) -> None:
         (Pareto(0.1, 0.5), stats.pareto(0.5, scale=0.1).cdf),
         (Scaled(Exponential(0.1), 2.0), stats.expon(scale=0.2).cdf),
     ],
-    ids=repr,
+    ids=describe,
 )
 def test_samples_follow_the_distribution(
     model: Delay, cdf: Callable[[np.ndarray], np.ndarray]

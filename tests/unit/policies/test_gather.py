@@ -28,6 +28,7 @@ from paceline.core.protocol import (
     Work,
     WorkerId,
 )
+from paceline.core.state import describe
 from paceline.testing import Done, transcript
 
 
@@ -157,7 +158,7 @@ def test_one_who_returns_in_mid_round_takes_up_what_was_lost() -> None:
 @pytest.mark.parametrize(
     "policy",
     [pl.k_sync(1), pl.k_async(1), pl.asynchronous(), pl.rennala(1), pl.ringmaster(9)],
-    ids=str,
+    ids=describe,
 )
 def test_what_was_lost_comes_before_anything_new(policy: pl.Gather) -> None:
     script = [*joined("w0", "w1"), (1.0, Left("w0")), (2.0, Done("w1"))]
@@ -373,7 +374,9 @@ def test_more_results_than_workers_are_refused() -> None:
     pl.rennala(12).check(8, 64)
 
 
-@pytest.mark.parametrize("policy", [pl.sync(), pl.sync(8), pl.k_async(8), pl.rennala(8)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [pl.sync(), pl.sync(8), pl.k_async(8), pl.rennala(8)], ids=describe
+)
 def test_a_batch_smaller_than_its_shares_is_refused(policy: pl.Gather) -> None:
     told = "batch_size=7 cannot be shared among k=8 results; use batch_size >= 8"
     assert refusal(policy, 8, 7) == told

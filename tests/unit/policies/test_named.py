@@ -23,6 +23,7 @@ from paceline.core.protocol import (
     Task,
     Work,
 )
+from paceline.core.state import describe
 from paceline.testing import Done, transcript
 
 UNEQUAL = [pl.Exponential(0.2), pl.Exponential(1.0), pl.Exponential(1.0), pl.Exponential(6.0)]
@@ -312,7 +313,7 @@ def test_every_sample_of_the_stream_is_used_once_though_workers_leave_in_mid_rou
     assert place == 30 * 11
 
 
-@pytest.mark.parametrize("policy", [pl.k_sync(3), pl.rennala(3), pl.k_async(3)], ids=str)
+@pytest.mark.parametrize("policy", [pl.k_sync(3), pl.rennala(3), pl.k_async(3)], ids=describe)
 def test_shares_are_off_by_fewer_than_k_samples(policy: pl.Gather) -> None:
     learner = pl.Timing(batch_size=11)
     run = pl.Trainer(learner, policy, pl.Simulator(4), progress=False).fit(steps=50)

@@ -8,6 +8,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.protocol import Joined, Left, SetTimer, Start, Step, Stop, TimerFired
+from paceline.core.state import describe
 from paceline.testing import Done, transcript
 
 DELAYS = pl.Fixed(1.0)
@@ -46,7 +47,7 @@ def test_wrappers_want_what_the_inner_policy_wants() -> None:
 @pytest.mark.parametrize(
     "policy",
     [pl.sync(), pl.k_sync(2), pl.asynchronous(), pl.rennala(3), pl.ringmaster(2), pl.deadline(1.0)],
-    ids=str,
+    ids=describe,
 )
 @pytest.mark.parametrize("steps", [1, 7])
 def test_exactly_so_many_steps_are_taken(policy: pl.Gather, steps: int) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 
 import paceline as pl
 from paceline.core.journal import Journal
+from paceline.core.state import describe
 from paceline.report.metrics import Meter
 from paceline.report.workers import Span
 from paceline.testing import legal_histories
@@ -34,7 +35,7 @@ def spans_of(journal: Journal) -> tuple[Meter, list[Span]]:
 POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
 def test_tallies_add_up_to_the_run(policy: pl.Policy) -> None:
     run = ran(policy, prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
     meter, tallies = run.meter, run.meter.workers
@@ -66,7 +67,7 @@ def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:
     assert slow.used == 0 and slow.share_used(now) == 0.0 and slow.cancelled > 50
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
 def test_every_task_is_told_of_once(policy: pl.Policy) -> None:
     run = ran(policy)
     meter, spans = spans_of(run.journal)
@@ -108,6 +109,18 @@ def test_figures_may_be_read_while_it_runs() -> None:
     assert [sum(seen.values()) for seen in look.seen] == [3 * step for step in range(1, 61)]
     assert list(look.seen[0]) == ["w0", "w1", "w2", "w3"]
     assert look.live.now() == run.seconds and "k=3" in look.live.header.policy
+
+
+def test_neighbors_that_come_back_are_not_workers_of_a_node() -> None:
+    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    trainer = pl.Trainer(LEARNER, pl.Gossip(pl.ring(4)), engine, progress=False)
+    run = trainer.fit(seconds=10)
+    assert run.swarm is not None
+    nodes = run.swarm.meter.nodes
+    there = {node: meter.worker_seconds for node, meter in nodes.items()}
+    assert there["w1"] == pytest.approx(there["w0"] - 3.0, abs=1.1)
+    assert all(set(meter.workers) == {node} for node, meter in nodes.items())
+    assert run.meter.worker_seconds <= 4 * run.seconds + 1e-9
 
 
 def test_without_a_main_node_each_node_is_its_own_worker() -> None:

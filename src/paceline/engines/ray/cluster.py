@@ -29,6 +29,7 @@ def connect(
     ones are allowed. Room in the object store is for the model and a result of each worker, thrice
     over, and at least a gigabyte, since a dataset that is given as such goes through it.
     """
+    _refuse_torchrun(workers)
     # What comes of every call is seen to; the other objects of a failed one are no news.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
@@ -81,3 +82,14 @@ def _refuse_insecure() -> None:
 def node_addresses() -> list[str]:
     """Return the addresses of the nodes that there are."""
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+
+
+def _refuse_torchrun(workers: int) -> None:
+    """Refuse to be one of several drivers, each of which would train a model of its own."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
+        raise RuntimeError(
+            f"torchrun started this script {ranks} times (this is RANK="
+            f"{os.environ.get('RANK', '?')}), and each would start {workers} workers and train by "
+            f"itself; start it once, with plain python, and use pl.Ray(workers={ranks})"
+        )

@@ -132,6 +132,7 @@ class Ray:
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = False  # whether workers outlive a job
         self._cluster = self._make_cluster()
+        self._origin = self._cluster.clock()  # which outlives a job, as who looks on may do
         self._clear()
 
     def _make_cluster(self) -> Cluster:
@@ -143,7 +144,6 @@ class Ray:
         self._run = ""
         self._reducer: Reducer | None = None
         self._learner: Any = None
-        self._origin = 0.0
         self._version = 0
         self._calls = self._cluster.calls()
         self._events: deque[Event] = deque()

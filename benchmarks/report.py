@@ -1,0 +1,115 @@
+"""How long the report of a long run takes, and how large its page is.
+
+A run of 10,000 steps by 64 unequal workers, under `k_sync(48)` and under `sync`, is made on the
+simulator. Then `paceline report JOURNAL -o PAGE` runs as a process of its own, from its start to
+its end. Beside it the same entries are read and counted, and nothing more: what the page adds is
+the difference.
+
+    python benchmarks/report.py [--quick]
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import paceline as pl
+from _report import OtherLoad, finish, machine, parser, table
+
+WORKERS, STEPS = 64, 10_000
+BOUNDS = {"seconds": 10.0, "bytes": 1_000_000.0}
+POLICIES = {"k_sync(48)": pl.k_sync(48), "sync()": pl.sync()}
+COUNT = """
+import sys
+from paceline.core.journal import read_entries, read_header
+from paceline.report.metrics import Meter
+
+meter = Meter.begin(read_header(sys.argv[1]))
+for entry in read_entries(sys.argv[1]):
+    meter.observe(entry)
+"""
+
+
+def write_journal(path: Path, policy: pl.Policy, steps: int) -> int:
+    """Make a run, and return its number of entries."""
+    delays: list[pl.Delay] = [
+        pl.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(WORKERS - 1)
+    ]
+    delays.append(pl.Scaled(pl.ShiftedExponential(0.08, 0.02), 10))
+    leaves = [(100.0, pl.Left("w3")), (300.0, pl.Joined("w3"))]
+    engine = pl.Simulator(WORKERS, delays, schedule=leaves)
+    learner = pl.Quadratic(tuple(1 / (1 + i) for i in range(20)), 2.0, lr=0.05, batch_size=1024)
+    prices = pl.Prices(per_hour=0.5, per_gigabyte=0.1)
+    trainer = pl.Trainer(learner, policy, engine, journal=path, progress=False, prices=prices)
+    return len(trainer.fit(steps=steps).journal)
+
+
+def timed(command: list[str]) -> tuple[float, float, float]:
+    """Run it, and return its seconds, those of the processor, and the most memory it had, in MB.
+
+    Memory is the most of all processes so far, so that the larger ones come last.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, used, after.ru_maxrss / 1000
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--keep", type=Path, help="a folder for the pages, to look at them")
+    given = arguments.parse_args()
+    steps = STEPS // 10 if given.quick else STEPS
+    rows, figures = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        keep = given.keep or Path(folder)
+        keep.mkdir(parents=True, exist_ok=True)
+        for name, policy in POLICIES.items():
+            path = Path(folder) / "run.jsonl"
+            path.unlink(missing_ok=True)
+            entries = write_journal(path, policy, steps)
+            page = keep / f"{name.partition('(')[0]}.html"
+            load = OtherLoad()
+            _, counting, _ = timed([sys.executable, "-c", COUNT, str(path)])
+            command = [sys.executable, "-m", "paceline", "report", str(path), "-o", str(page)]
+            seconds, used, memory = timed(command)
+            figures[name] = {
+                "entries": entries,
+                "journal_bytes": path.stat().st_size,
+                "seconds": round(seconds, 2),
+                "processor_seconds": round(used, 2),
+                "processor_seconds_of_counting": round(counting, 2),
+                "megabytes": round(memory),
+                "bytes": page.stat().st_size,
+                "other_load": load.cores(),
+            }
+            rows.append(
+                [
+                    name,
+                    f"{entries:,}",
+                    f"{path.stat().st_size / 1e6:.0f} MB",
+                    f"{seconds:.2f}",
+                    f"{used:.2f}",
+                    f"{counting:.2f}",
+                    f"{memory:.0f}",
+                    f"{page.stat().st_size / 1e3:.0f} kB",
+                ]
+            )
+    head = ["policy", "entries", "journal", "seconds", "processor", "counting alone", "MB", "page"]
+    table(head, rows)
+    ok = all(
+        each["seconds"] < BOUNDS["seconds"] and each["bytes"] < BOUNDS["bytes"]
+        for each in figures.values()
+    )
+    finish("report", figures, BOUNDS, ok, machine("paceline", "numpy", "jinja2"), given.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""One pass over a run's journals that gathers all that its report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import merge
+from itertools import repeat
+
+import numpy as np
+
+from paceline.core.journal import Entry, Header
+from paceline.core.protocol import MAIN, Joined, Left, Stop, WorkerId
+from paceline.report.metrics import Meter
+from paceline.report.peers import PeersMeter
+from paceline.report.slow import STALE, Waits
+from paceline.report.timeline import Timeline
+from paceline.report.workers import Span, Tally, in_order
+
+UNFINISHED = "not yet, or the journal is cut off"
+_AT_ONCE = 8192  # tasks that are counted together, which takes less time than one by one
+
+
+class Record:
+    """What is known of a run. Entries and tasks are counted and forgotten."""
+
+    def __init__(self, headers: Mapping[WorkerId, Header]) -> None:
+        self.headers = dict(headers)
+        self.header = next(iter(self.headers.values()))
+        self.reason = UNFINISHED
+        self.peers: PeersMeter | None = None
+        if len(self.headers) > 1:
+            self.peers = PeersMeter(self.headers)
+            self.meters, self.meter = self.peers.nodes, self.peers.total
+        else:
+            (node,) = self.headers
+            self.meter = Meter.begin(self.header)
+            self.meters = {node: self.meter}
+        self.timeline = Timeline(self.meter.began)
+        self.waits = Waits()
+        self.steps_used: dict[WorkerId, int] = {}  # in how many steps each worker had a part
+        self.stale = 0  # results of an earlier model that were used
+        self._base = {node: meter.version for node, meter in self.meters.items()}
+        self._rows: dict[WorkerId, int] = {}
+        self._spans: dict[WorkerId, list[Span]] = {node: [] for node in self.meters}
+        for node, meter in self.meters.items():
+            meter.listener = self._spans[node].append
+            for worker, tally in meter.workers.items():  # of a run that was resumed
+                if tally.present:
+                    self.timeline.join(worker, meter.began)
+
+    @property
+    def is_peers(self) -> bool:
+        """Whether there is no main node."""
+        return self.header.peer is not None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether workers go on while steps are taken, so that none of them is waited for."""
+        return self.is_peers or self.stale > STALE * self.meter.used
+
+    @property
+    def end(self) -> float:
+        """The seconds at which the last entry was written."""
+        return max(meter.now for meter in self.meters.values())
+
+    @property
+    def workers(self) -> dict[WorkerId, Tally]:
+        """The figures of each worker, in the order of their names."""
+        if not self.is_peers:
+            found = self.meter.workers
+        else:  # every node is its own worker, and hears of others
+            found = {}
+            for node, meter in self.meters.items():
+                name = node if meter.peer is None else meter.peer.name
+                found[name] = meter.workers.get(name, Tally())
+        return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
+
+    def row(self, worker: WorkerId) -> int:
+        """Return the number of a worker in what was counted."""
+        return self._rows.setdefault(worker, len(self._rows))
+
+    def observe(self, node: WorkerId, entries: Iterable[Entry]) -> None:
+        """Count the entries of one node."""
+        meter, spans = self.meters[node], self._spans[node]
+        for entry in entries:
+            if self.peers is None:
+                meter.observe(entry)
+            else:
+                self.peers.observe(node, entry)
+            event = type(entry.event)
+            if event is Joined:
+                self.timeline.join(entry.event.worker, entry.now)  # type: ignore[union-attr]
+            elif event is Left:
+                self.timeline.leave(entry.event.worker, entry.now)  # type: ignore[union-attr]
+            if entry.commands and type(entry.commands[-1]) is Stop:
+                self.reason = entry.commands[-1].reason
+            if len(spans) >= _AT_ONCE:
+                self._count(node)
+
+    def close(self) -> None:
+        """Count what is left, and what nobody knows the fate of."""
+        for node, meter in self.meters.items():
+            self._count(node)
+            self._spans[node].extend(meter.unsettled())
+            self._count(node)
+
+    def _count(self, node: WorkerId) -> None:
+        spans = self._spans[node]
+        if not spans:
+            return
+        tasks = [span.task for span in spans]
+        workers = [task.worker for task in tasks]
+        for worker in dict.fromkeys(workers):
+            self.row(worker)
+        rows = np.array([*map(self._rows.__getitem__, workers)])
+        since = np.array([task.since for task in tasks], dtype=float)
+        end = np.array([span.end for span in spans], dtype=float)
+        steps = np.array([span.step for span in spans])
+        used = steps > 0
+        self.timeline.add(rows, since, end, used)
+        self.stale += int(np.count_nonzero([span.delay for span in spans]))
+        if not self.is_peers:
+            self.waits.used(rows[used], end[used], steps[used])
+            given_up = np.array([span.fate == "cancelled" for span in spans])
+            self.waits.cancelled(rows[given_up], (end - since)[given_up])
+            self._count_steps(node, rows[used], steps[used])
+        spans.clear()
+
+    def _count_steps(self, node: WorkerId, rows: np.ndarray, steps: np.ndarray) -> None:
+        """Count in which steps each worker had a part, however many results it gave."""
+        if not len(rows):
+            return
+        first = int(steps[0])
+        pairs = np.unique((steps - first) * len(self._rows) + rows)
+        steps, rows = np.divmod(pairs, len(self._rows))
+        place = first - 1 - self._base[node]
+        last = place + int(steps[-1]) + 1
+        seconds = np.array(self.meters[node].columns["seconds"][place:last])
+        self.timeline.chosen.count(rows, seconds[steps])
+        names = list(self._rows)
+        for row, times in zip(*np.unique(rows, return_counts=True), strict=True):
+            name = names[row]
+            self.steps_used[name] = self.steps_used.get(name, 0) + int(times)
+
+
+def collected(
+    headers: Mapping[WorkerId, Header],
+    entries: Mapping[WorkerId, Iterable[Entry]],
+    reason: str | None = None,
+) -> Record:
+    """Read the journals of a run, of each node that decides one, entry by entry.
+
+    reason: why it ended, if that is known from elsewhere.
+    """
+    record = Record(headers)
+    if len(headers) == 1:
+        (node,) = headers
+        record.observe(node, entries[node])
+    else:
+        for _, node, entry in merge(
+            *(_timed(node, entries[node]) for node in headers), key=lambda each: each[0]
+        ):
+            record.observe(node, (entry,))
+    record.close()
+    if reason is not None:
+        record.reason = reason
+    return record
+
+
+def _timed(node: WorkerId, entries: Iterable[Entry]) -> Iterator[tuple[float, WorkerId, Entry]]:
+    for entry, name in zip(entries, repeat(node), strict=False):
+        yield entry.now, name, entry
+
+
+def named(headers: Mapping[str, Header]) -> dict[WorkerId, str]:
+    """Return which journal is of which node, by names of journals, if all are of one run."""
+    if len(headers) == 1:
+        (name, header), *_ = headers.items()
+        return {MAIN if header.peer is None else header.peer.name: name}
+    found: dict[WorkerId, str] = {}
+    (first, common), *_ = headers.items()
+    for name, header in headers.items():
+        if header.peer is None:
+            raise ValueError(
+                f"{name} is of a run with a main node, which has but one journal; several are "
+                "the nodes of one run under Gossip: report one journal at a time, or use "
+                "`paceline compare` for several runs"
+            )
+        if header.peer.name in found:
+            raise ValueError(
+                f"{found[header.peer.name]} and {name} are both of node {header.peer.name}; give "
+                "one journal of each node of one run"
+            )
+        if told := _differing(common, header):
+            raise ValueError(
+                f"{first} and {name} are not of one run: {told}; give the journals of one run, "
+                "or use `paceline compare` for several"
+            )
+        found[header.peer.name] = name
+    return found
+
+
+def missing(headers: Mapping[WorkerId, Header]) -> list[WorkerId]:
+    """Return the nodes that others name as neighbors and whose journal is not there."""
+    known = {header.peer.name for header in headers.values() if header.peer is not None}
+    neighbors = {
+        node for header in headers.values() if header.peer for node in header.peer.neighbors
+    }
+    return sorted(neighbors - known, key=in_order)
+
+
+def _differing(mine: Header, theirs: Header) -> str:
+    """Say in what two journals differ that nodes of one run have in common."""
+    pairs = {
+        "batch_size": (mine.batch, theirs.batch),
+        "policy": (mine.policy, theirs.policy),
+        "size of a model": (mine.message_bytes, theirs.message_bytes),
+        "tiles": (mine.tiles, theirs.tiles),
+    }
+    about, other = mine.about or {}, theirs.about or {}
+    pairs |= {name: (about.get(name), other.get(name)) for name in {**about, **other}}
+    return "; ".join(f"{name} is {a!r} and {b!r}" for name, (a, b) in pairs.items() if a != b)

@@ -1,0 +1,208 @@
+"""What happened in a run, in three sentences, and what its reader should be warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, isnan
+from statistics import median
+from typing import Any
+
+from paceline.report.collect import UNFINISHED, Record, missing
+from paceline.report.metrics import Meter
+from paceline.report.svg import plain
+from paceline.report.text import FORGOTTEN, in_bytes, in_dollars
+
+_SLOW = 0.67  # of the median speed: who is below is called slow
+
+
+def in_time(seconds: float) -> str:
+    """Return a time as people say it.
+
+    >>> in_time(0.0123), in_time(135.2), in_time(4000), in_time(90000), in_time(1e6)
+    ('12.3 ms', '135 s', '66.7 min', '25 h', '11.6 days')
+    """
+    units = (("days", 86400.0, 3.0), ("h", 3600.0, 2.0), ("min", 60.0, 5.0), ("s", 1.0, 1.0))
+    for unit, size, least in units:
+        if seconds >= least * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+
+
+def number(count: int, name: str) -> str:
+    """Return a count and what it is of.
+
+    >>> number(1, "step"), number(12_000, "step")
+    ('1 step', '12,000 steps')
+    """
+    return f"{count:,} {name}" + ("" if count == 1 else "s")
+
+
+def losses(meter: Meter) -> list[float]:
+    """Return the losses that are numbers."""
+    return [loss for loss in meter.columns["loss"] if isfinite(loss)]
+
+
+def duration(meter: Meter) -> float:
+    """Return the seconds until the last step, since the run was (re)started."""
+    seconds = meter.columns["seconds"]
+    return seconds[-1] - meter.began if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When the loss was at the forecast's target, and what had been spent by then."""
+
+    seconds: float
+    steps: float
+    dollars: float
+    bytes: float
+
+
+def reached(forecast: Mapping[str, Any], meter: Meter) -> Reached | None:
+    """Find the first step whose loss is at the target, None if there is none."""
+    columns = meter.columns
+    for i, loss in enumerate(columns["loss"]):
+        if loss <= forecast["target"]:
+            sent = columns["down_bytes"][i] + columns["up_bytes"][i]
+            at = columns["seconds"][i], columns["step"][i]
+            return Reached(*at, columns["dollars"][i], sent)
+    return None
+
+
+def within(value: float, interval: tuple[float | None, float | None]) -> bool:
+    """Tell whether a value is in an interval; None is infinity: not reached."""
+    low, high = interval
+    return low is not None and low <= value and (high is None or value <= high)
+
+
+def three(record: Record) -> list[str]:
+    """Say what happened, who was slow and what was wasted, and what it cost."""
+    return [_happened(record), _worked(record), _cost(record)]
+
+
+def _happened(record: Record) -> str:
+    meter = record.meter
+    steps, known = len(meter.columns["step"]), losses(meter)
+    who = number(len(record.workers), "node" if record.is_peers else "worker")
+    if not steps:
+        text = f"No step was taken by {who} in {in_time(record.end - meter.began)}"
+    else:
+        text = f"{who} took {number(steps, 'step')} in {in_time(duration(meter))}"
+        if not known:
+            text += ", with a loss that is not known"
+        elif len(known) == 1:
+            text += f", with a loss of {plain(known[0])}"
+        else:
+            way = "fell" if known[-1] < known[0] else "went"
+            text += f", in which the loss {way} from {plain(known[0])} to {plain(known[-1])}"
+    if record.reason == UNFINISHED:
+        return f"{text}; the journal does not say that the run has ended."
+    return f"{text}; it ended with “{record.reason}”."
+
+
+def slowest(record: Record) -> tuple[str, float, float] | None:
+    """Return who was slow, its speed, and that over the median of the others."""
+    speeds = {name: tally.speed for name, tally in record.workers.items() if tally.finished}
+    if len(speeds) < 2:
+        return None
+    name = min(speeds, key=lambda each: speeds[each])
+    others = median(speed for other, speed in speeds.items() if other != name)
+    return (name, speeds[name], speeds[name] / others) if others else None
+
+
+def _worked(record: Record) -> str:
+    meter = record.meter
+    text = (
+        f"Of {number(meter.started, 'task')} {meter.used:,} were used and {meter.wasted:,} wasted"
+    )
+    if meter.started:
+        text += f" ({meter.wasted / meter.started:.0%})"
+    text += f", and workers waited for {meter.waiting:.0%} of their time"
+    never = [name for name, tally in record.workers.items() if not tally.finished and tally.wasted]
+    found = slowest(record)
+    if never:
+        more = f" and {len(never) - 1} more" if len(never) > 1 else ""
+        return f"{text}; {never[0]}{more} never finished a task."
+    if found is None:
+        return f"{text}."
+    name, speed, share = found
+    if share > _SLOW:
+        return f"{text}; nobody was slow: even {name} had {share:.0%} of the others’ median speed."
+    return (
+        f"{text}; {name} was the slowest, with {plain(speed)} samples a second, {share:.0%} of the "
+        "others’ median."
+    )
+
+
+def _cost(record: Record) -> str:
+    meter, parts = record.meter, []
+    if meter.message_bytes or meter.down_bytes or meter.up_bytes:
+        sent, got = in_bytes(meter.up_bytes), in_bytes(meter.down_bytes)
+        ways = (
+            f"{sent} of letters between nodes"
+            if record.is_peers
+            else f"{got} to workers and {sent} from them"
+        )
+        parts.append(ways)
+    parts.append(f"{in_time(meter.busy_seconds)} of workers’ time")
+    if meter.priced:
+        parts.append(in_dollars(meter.dollars))
+    text = "It took " + ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    forecast = (record.header.about or {}).get("forecast")
+    return f"{text}{'' if forecast is None else _right(forecast, meter)}."
+
+
+def _right(forecast: Mapping[str, Any], meter: Meter) -> str:
+    """Say how right a forecast was."""
+    target, middle = forecast["target"], forecast["seconds"]
+    interval = forecast["intervals"]["seconds"]
+    low, high = ("never" if each is None else in_time(each) for each in interval)
+    told = (
+        f"; the forecast said {'never' if middle is None else in_time(middle)} ({low} to {high}) "
+        f"to a loss of {plain(target)}"
+    )
+    if meter.began and meter.columns["loss"] and meter.columns["loss"][0] <= target:
+        return f"{told}, which was reached before this run was resumed"
+    fact = reached(forecast, meter)
+    if fact is None:
+        return f"{told}, which was not reached"
+    inside = "inside" if within(fact.seconds, interval) else "outside"
+    return f"{told}, and it took {in_time(fact.seconds)}, {inside} the interval"
+
+
+def warnings(record: Record) -> list[str]:
+    """Say what the reader of the page must know before trusting it."""
+    meter, found = record.meter, []
+    if meter.began or record.header.state is not None:
+        found.append(
+            f"This run was resumed after {in_time(meter.began)}, at step "
+            f"{meter.version - len(meter.columns['step']):,}: all figures are of what came after."
+        )
+    if record.reason == UNFINISHED:
+        found.append(
+            "The journal has no end: the run goes on, was killed, or the file is cut off. "
+            "Figures are of what it has."
+        )
+    if absent := missing(record.headers):
+        few = ", ".join(absent[:8]) + (", …" if len(absent) > 8 else "")
+        found.append(f"The journals of {few} were not given: figures are of the other nodes.")
+    bad = sum(not isfinite(loss) for loss in meter.columns["loss"])
+    if bad and not all(isnan(loss) for loss in meter.columns["loss"]):
+        found.append(
+            f"The loss of {number(bad, 'step')} is not a finite number, and is left out of the "
+            "curve."
+        )
+    represented = meter.represented()
+    if len(represented) and represented.min() < FORGOTTEN:
+        few = number(int((represented < FORGOTTEN).sum()), "tile")
+        what = (
+            "whoever has them is slow, or was lost"
+            if record.is_peers
+            else "use Placed(bound=…) if there is none, or train longer"
+        )
+        found.append(
+            f"{few} of the data had less than half of the weight that their sizes call for, so the "
+            f"model has seen too little of them: {what}."
+        )
+    return found

@@ -1,0 +1,151 @@
+"""The tables of the page: every worker, forecast and fact, and all that makes the run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from paceline.core.protocol import WorkerId
+from paceline.report.charts import Scale, of_bytes, of_time
+from paceline.report.collect import Record
+from paceline.report.lanes import picked
+from paceline.report.sentences import in_time, reached, within
+from paceline.report.slow import Price
+from paceline.report.svg import plain
+from paceline.report.text import in_bytes, in_dollars
+
+_SHOWN = ("policy", "engine", "seed", "versions", "forecast", "codec", "down", "batch_size")
+
+
+def workers_table(record: Record) -> dict[str, Any]:
+    """Return a row for each worker, the slowest first, and the units of their figures."""
+    now, tallies = record.end, record.workers
+    workers = list(tallies)
+    prices: dict[WorkerId, Price] = {}
+    if not record.is_asynchronous:
+        prices = record.waits.prices(sorted(workers, key=record.row), tallies)
+    waited = {name: record.waits.waited(record.row(name)) for name in workers}
+    longest = [seconds for seconds, _ in waited.values()] + [p.seconds for p in prices.values()]
+    time = of_time(max(longest, default=0.0))
+    sizes = [size for tally in tallies.values() for size in (tally.down_bytes, tally.up_bytes)]
+    data = of_bytes(max(sizes, default=0), "")
+    rows: list[dict[str, str]] = []
+    shown = picked(workers, [tally.speed for tally in tallies.values()])
+    for worker in sorted((workers[i] for i in shown), key=lambda each: tallies[each].speed):
+        tally, (seconds, times) = tallies[worker], waited[worker]
+        busy, there = tally.busy_seconds(now), tally.there_seconds(now)
+        rows.append(
+            {
+                "worker": worker,
+                "speed": plain(tally.speed) if tally.finished else "–",
+                "tasks": f"{tally.started:,}",
+                "used": f"{tally.used:,}",
+                "wasted": f"{tally.wasted:,}",
+                "busy": f"{busy / there:.0%}" if there > 0 else "–",
+                "waiting": f"{max(1 - busy / there, 0):.0%}" if there > 0 else "–",
+                "delay": f"{tally.mean_delay:.3g}" if tally.used else "–",
+                "down": f"{tally.down_bytes / data.factor:.3g}",
+                "up": f"{tally.up_bytes / data.factor:.3g}",
+                "losses": str(tally.losses),
+                "waited": _in(time, seconds) if times else "–",
+                "waited_steps": f"{times:,}" if times else "–",
+                "added": _added(prices.get(worker), time),
+            }
+        )
+    return {"rows": rows, "time": time.unit, "data": data.unit}
+
+
+def _in(scale: Scale, value: float) -> str:
+    """Return a value in the unit of its column, with no more digits than say something."""
+    value /= scale.factor
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _added(price: Price | None, scale: Scale) -> str:
+    if price is None:
+        return "–"
+    return f"{'≥ ' if price.least else ''}{_in(scale, price.seconds)}"
+
+
+def forecast_rows(forecast: Mapping[str, Any], record: Record) -> list[dict[str, str]]:
+    """Return what was forecast beside what it was."""
+    fact = None if record.meter.began else reached(forecast, record.meter)
+    told = {"seconds": in_time, "steps": plain, "dollars": in_dollars, "bytes": in_bytes}
+    rows = []
+    for name, say in told.items():
+        middle = forecast.get(name)
+        low, high = forecast["intervals"].get(name, (None, None))
+        known = name in forecast["intervals"]
+        value = None if fact is None else getattr(fact, name)
+        if name == "dollars" and not (middle or value):
+            continue
+        rows.append(
+            {
+                "name": {"seconds": "time", "bytes": "messages", "dollars": "cost"}.get(name, name),
+                "forecast": "never" if middle is None else say(middle),
+                "interval": (
+                    " to ".join("never" if each is None else say(each) for each in (low, high))
+                    if known
+                    else "–"
+                ),
+                "fact": "not reached" if value is None else say(value),
+                "inside": (
+                    "–" if value is None or not known
+                    else "inside" if within(value, (low, high)) else "outside"
+                ),
+                "ratio": (
+                    f"{value / middle:.2f}" if value is not None and middle else "–"
+                ),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def settings(record: Record, about: Mapping[str, Any], engine: str) -> list[tuple[str, str]]:
+    """Return all that is needed to make the same run again."""
+    header = record.header
+    found = [
+        ("policy", str(about.get("policy", header.policy))),
+        ("engine", engine),
+        ("seed", str(about.get("seed", "not known"))),
+        ("batch size", f"{header.batch:,}"),
+    ]
+    for name, text in (("codec", "codec of results"), ("down", "codec of models")):
+        if name in about:
+            found.append((text, str(about[name])))
+    if header.message_bytes:
+        found.append(("size of a model", in_bytes(header.message_bytes)))
+    if header.tiles:
+        sizes = sorted(set(header.tiles))
+        each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        found.append(("tiles", f"{len(header.tiles):,}, of {each} samples"))
+    if record.meter.priced:
+        prices = header.prices
+        idle = "; hours without a task are paid as well" if prices.idle else ""
+        found.append(
+            (
+                "prices",
+                f"$ an hour: {_told(prices.per_hour)}; $ a GB: {_told(prices.per_gigabyte)}{idle}",
+            )
+        )
+    found += [
+        (name.replace("_", " "), _told(value))
+        for name, value in about.items()
+        if name not in _SHOWN
+    ]
+    if isinstance(versions := about.get("versions"), Mapping):
+        found.append(("versions", ", ".join(f"{name} {v}" for name, v in versions.items())))
+    return found
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and isfinite(value):
+        return f"{value:g}"
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

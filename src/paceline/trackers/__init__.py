@@ -1,0 +1,1 @@
+"""Trackers and metrics that people already use, as callbacks of a trainer."""

@@ -1,0 +1,95 @@
+"""What all trackers have in common: when they write, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from paceline.callbacks import Callback, Live, Progress
+from paceline.trackers.figures import values, worker_values
+
+logger = logging.getLogger(__name__)
+
+FAILED = "failed"
+"""The reason of a run that was ended by an error."""
+
+
+class Tracker(Callback, ABC):
+    """Sends figures somewhere, every so many steps and of the last step always.
+
+    Those of each worker are sent less often, since there may be thousands.
+
+    An error when it is opened reaches the user, before anything is trained. An error of a later
+    write is logged once, as a warning, and nothing more is sent: a run is worth more than its
+    curves.
+    """
+
+    def __init__(self, every: int = 1, workers_every: int = 10) -> None:
+        for name, given in (("every", every), ("workers_every", workers_every)):
+            if given < 1:
+                raise ValueError(f"{name}={given}: the steps between two writes; use 1 or more")
+        self._every, self._workers_every = every, workers_every
+        self._live: Live | None = None
+        self._latest: Progress | None = None
+        self._sent = self._workers_sent = 0  # the steps of the newest figures that were
+        self._opened = self._silent = False
+
+    def started(self, live: Live) -> None:
+        self._live, self._latest, self._sent, self._workers_sent = live, None, 0, 0
+        self._opened = self._silent = False
+        self._open(live)
+        self._opened = True
+
+    def stepped(self, progress: Progress) -> None:
+        self._latest = progress
+        if progress.step % self._every == 0:
+            first = not self._workers_sent
+            due = progress.step - self._workers_sent >= self._workers_every
+            self._send(workers=first or due)
+
+    def ended(self, reason: str) -> None:
+        live, opened = self._live, self._opened
+        if live is not None and opened:  # otherwise it was never started, or could not be opened
+            self._send(workers=True)
+            self._attempt(lambda: self._close(live, reason), "could not be closed")
+        self._live, self._opened = None, False
+
+    def _send(self, workers: bool) -> None:
+        """Send what is known after the newest step, unless it was sent already."""
+        progress, live = self._latest, self._live
+        if progress is None or live is None or self._silent:
+            return
+        step = progress.step
+        figures: dict[str, float] = {}
+        if step != self._sent:
+            figures |= values(progress, live)
+        if workers and step != self._workers_sent:
+            figures |= worker_values(progress, live)
+            self._workers_sent = step
+        self._sent = step
+        if figures:
+            self._attempt(lambda: self._write(step, figures), f"failed at step {step}")
+
+    def _attempt(self, act: Callable[[], None], told: str) -> None:
+        try:
+            act()
+        except Exception as error:  # of whatever kind: it is another library's
+            level = logging.DEBUG if self._silent else logging.WARNING
+            self._silent = True
+            logger.log(
+                level, "%s %s and is sent no more figures; the run goes on (%s: %s)",
+                type(self).__name__, told, type(error).__name__, error,
+            )  # fmt: skip
+
+    @abstractmethod
+    def _open(self, live: Live) -> None:
+        """Begin, and send what the run is of."""
+
+    @abstractmethod
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send figures of a step; those of worker w0 are named as `worker_speed/w0`."""
+
+    @abstractmethod
+    def _close(self, live: Live, reason: str) -> None:
+        """Send why it ended and what came of it, and let go of everything."""

@@ -1,0 +1,105 @@
+"""Figures of a run in MLflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.callbacks import Live
+from paceline.trackers.base import FAILED, Tracker
+from paceline.trackers.figures import configuration, report
+
+# The limits of MLflow's REST API: https://mlflow.org/docs/latest/rest-api.html#request-limits
+_METRICS, _PARAMS = 1000, 100  # in one request
+_LONGEST = 6000  # characters of a parameter, and of a tag at least
+_SECONDS = 5.0  # between two requests, since each may take a while
+
+
+class MLflow(Tracker):
+    """Sends figures to a run of its own in an experiment, which is made if there is none.
+
+    tracking_uri: where to: "http://…" of a server, "sqlite:///…"; by default MLflow's own.
+    every: steps between two figures; of the last step they are always sent. They are sent
+        together, every few seconds.
+    workers_every: the same for the figures of each worker.
+    name: of the run; by default MLflow invents one.
+    tags: of the run, such as {"team": "vision"}.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "paceline",
+        tracking_uri: str | None = None,
+        every: int = 1,
+        workers_every: int = 10,
+        name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(every, workers_every)
+        self._mlflow = _mlflow()  # now, so that a missing package is told of at once
+        self._experiment, self._uri, self._name = experiment, tracking_uri, name
+        self._tags, self._clock = dict(tags or {}), clock
+        self._client: Any = None
+        self._id = ""
+        self._metrics: list[Any] = []  # that wait to be sent
+        self._flushed = 0.0
+
+    def _open(self, live: Live) -> None:
+        self._metrics, self._flushed = [], self._clock()
+        try:
+            self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri)
+            known = client.get_experiment_by_name(self._experiment)
+            experiment = (
+                client.create_experiment(self._experiment) if known is None else known.experiment_id
+            )
+            run = client.create_run(experiment, run_name=self._name, tags=self._tags)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ValueError(
+                f"MLflow takes no runs at tracking_uri={self._uri!r}: {error} Give the address of "
+                "a server, or 'sqlite:///mlflow.db', which needs more than paceline[mlflow] "
+                "brings: pip install mlflow"
+            ) from error
+        self._id = run.info.run_id
+        params = [
+            self._mlflow.entities.Param(name, str(value)[:_LONGEST])
+            for name, value in configuration(live.header).items()
+        ]
+        for first in range(0, len(params), _PARAMS):
+            client.log_batch(self._id, params=params[first : first + _PARAMS])
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        stamp, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        self._metrics += [
+            metric(name, float(value), stamp, step) for name, value in figures.items()
+        ]
+        if len(self._metrics) >= _METRICS or self._clock() - self._flushed >= _SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._metrics = self._metrics, []
+        for first in range(0, len(waiting), _METRICS):
+            self._client.log_batch(self._id, metrics=waiting[first : first + _METRICS])
+        self._flushed = self._clock()
+
+    def _close(self, live: Live, reason: str) -> None:
+        try:
+            self._flush()
+            self._client.set_tag(self._id, "ended", reason[:_LONGEST])
+            # Which MLflow shows as the run's description.
+            told = f"```\n{report(live, reason)}\n```"[:_LONGEST]
+            self._client.set_tag(self._id, "mlflow.note.content", told)
+        finally:
+            status = "FAILED" if reason == FAILED else "FINISHED"
+            self._client.set_terminated(self._id, status)
+
+
+def _mlflow() -> Any:
+    try:
+        import mlflow
+    except ImportError as error:
+        raise ImportError(
+            f"MLflow is not installed ({error}): pip install 'paceline[mlflow]'"
+        ) from None
+    return mlflow

@@ -1,0 +1,85 @@
+"""Figures of a run as metrics of Ray, which every node offers to Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter, Gauge
+
+from paceline.callbacks import Live, Progress
+from paceline.trackers.base import Tracker
+from paceline.trackers.figures import FIGURES, WORKER_FIGURES
+
+_SECONDS = 1.0  # between two updates; Ray itself sends them on every ten by default
+
+
+def exported() -> dict[str, str]:
+    """Return what is told of each metric, by the name that Prometheus knows it under.
+
+    Ray puts `ray_` before the names of all metrics, and `_total` after those of counters.
+    """
+    names = {f"ray_{f.metric}{'_total' if f.grows else ''}": f.about for f in FIGURES}
+    return names | {f"ray_{figure.metric}": figure.about for figure in WORKER_FIGURES}
+
+
+class Prometheus(Tracker):
+    """Keeps metrics of Ray current, at most once a second.
+
+    run: the label that tells this run from others.
+
+    Metrics are offered by the node on which the training script runs. On the simulator there is
+    no Ray to offer them, unless the script has called ray.init().
+    """
+
+    def __init__(self, run: str = "paceline", clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._tags, self._clock = {"run": run}, clock
+        self._updated = -_SECONDS
+        self._metrics: dict[str, Any] = {}
+        self._told: dict[str, float] = {}  # what counters have been told so far
+
+    def targets(self) -> list[str]:
+        """Return where Prometheus finds the metrics of this cluster's nodes: "host:port" each."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
+
+    def stepped(self, progress: Progress) -> None:
+        self._latest = progress
+        if not self._metrics:
+            self._make()
+        if self._clock() - self._updated >= _SECONDS:
+            self._updated = self._clock()
+            self._send(workers=True)
+
+    def _open(self, live: Live) -> None:
+        # Ray is started by the engine, after this: metrics are made at the first step.
+        self._metrics, self._told, self._updated = {}, {}, -_SECONDS
+
+    def _make(self) -> None:
+        if not ray.is_initialized():
+            raise RuntimeError(
+                "pl.Prometheus offers its metrics through Ray, which does not run: train on "
+                "pl.Ray(…), or call ray.init() first"
+            )
+        for figure in FIGURES:
+            kind = Counter if figure.grows else Gauge
+            self._metrics[figure.name] = kind(figure.metric, figure.about, tag_keys=("run",))
+        for each in WORKER_FIGURES:
+            self._metrics[each.name] = Gauge(each.metric, each.about, tag_keys=("run", "worker"))
+
+    def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            own, _, worker = name.partition("/")
+            if own in self._metrics:  # of a worker
+                self._metrics[own].set(value, {**self._tags, "worker": worker})
+            elif isinstance(metric := self._metrics[name], Gauge):
+                metric.set(value, self._tags)
+            elif (more := value - self._told.get(name, 0.0)) > 0:
+                metric.inc(more, self._tags)
+                self._told[name] = value
+
+    def _close(self, live: Live, reason: str) -> None:
+        """Leave the metrics as they are: Ray offers them until the script ends."""

@@ -1,0 +1,41 @@
+"""LightningModules travel to real workers and back, and train there as in the simulator."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import paceline as pl
+from tests.conftest import flat
+
+if not os.environ.get("CI"):  # there it must be
+    pytest.importorskip("lightning")
+from tests.unit.learners.test_lightning import SCHEDULES, Classifier, make_data
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize("servers", ["driver", 2])
+def test_real_workers_train_as_simulated_ones(servers: Any) -> None:
+    """With two servers each has half of every group of tensors, and the schedule."""
+
+    def run(engine: Any) -> pl.Run:
+        module = Classifier(SCHEDULES["one cycle"])
+        trainer = pl.Trainer.from_lightning(
+            module, make_data(), pl.sync(), engine, progress=False, batch_size=24
+        )
+        return trainer.fit(steps=20)
+
+    with pl.Ray(workers=2, servers=servers, timeout=60) as engine:
+        real = run(engine)
+    simulated = run(pl.Simulator(workers=2, delays=pl.Fixed(1.0)))
+    assert isinstance(real.model, Classifier)
+    if servers == "driver":
+        assert real.metrics["loss"].tolist() == simulated.metrics["loss"].tolist()
+        assert torch.equal(flat(real.model), flat(simulated.model))
+    else:
+        assert torch.allclose(flat(real.model), flat(simulated.model), rtol=1e-4, atol=1e-5)
+    assert real.metrics["loss"][-1] < 0.8 * real.metrics["loss"][0]

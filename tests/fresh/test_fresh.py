@@ -1,0 +1,139 @@
+"""The README and the ten minutes of the documentation, literally, in a new environment.
+
+It installs PyTorch and Ray into a virtual environment of its own: minutes, and gigabytes of disk.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from tests.console import Command, Edit, File, check, read, snippets
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ("paceline doctor", "paceline profile", "paceline plan")  # differ by machine and scipy
+
+pytestmark = [pytest.mark.fresh, pytest.mark.timeout(900)]
+
+
+class Bash:
+    """One session, to which commands are typed."""
+
+    def __init__(self, folder: Path, errors: Path) -> None:
+        kept = ("HOME", "PATH", "LANG", "TMPDIR", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        environment = {key: value for key, value in os.environ.items() if key in kept}
+        environment |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        environment |= {
+            "PIP_CONSTRAINT": str(ROOT / ".ci" / "constraints.txt"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",  # no token file in the tester's home
+        }
+        self.folder, self._errors = folder, errors
+        reading, writing = os.pipe()
+        with errors.open("wb") as told:
+            self._process = subprocess.Popen(
+                ["bash", f"/dev/fd/{reading}"],  # so that no command can read the ones after it
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=told,
+                pass_fds=[reading],
+                text=True,
+                start_new_session=True,
+            )
+        os.close(reading)
+        self._typed = os.fdopen(writing, "w")
+
+    def type(self, line: str) -> list[str]:
+        """Run a line as it is; return what it printed. Raises if it failed."""
+        mark = secrets.token_hex(8)
+        self._typed.write(f"{line}\necho; echo {mark} $? $PWD\n")
+        self._typed.flush()
+        printed: list[str] = []
+        assert self._process.stdout is not None
+        for got in self._process.stdout:
+            if got.startswith(mark):
+                _, code, folder = got.split(maxsplit=2)
+                self.folder = Path(folder.strip())
+                told = "\n".join(printed) + self._errors.read_text()[-4000:]
+                assert code == "0", f"{line} ended with {code}:\n{told}"
+                return printed[:-1] if printed[-1:] == [""] else printed
+            printed.append(got.rstrip("\n"))
+        raise AssertionError(f"bash ended at {line}:\n{self._errors.read_text()[-4000:]}")
+
+    def close(self) -> None:
+        """End the session, and whatever was started in it and is still there."""
+        self._typed.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+@contextmanager
+def bash(folder: Path, errors: Path) -> Iterator[Bash]:
+    session = Bash(folder, errors)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def copy_checkout(to: Path) -> Path:
+    """Copy what git knows, or would add: what a clone of this tree has."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    return to
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Path]:
+    """Copy the checkout, and leave no gigabytes behind: pytest keeps the folders of three runs."""
+    yield copy_checkout(tmp_path / "paceline")
+    shutil.rmtree(tmp_path / "paceline" / ".venv", ignore_errors=True)
+
+
+def test_the_readme_and_the_ten_minutes(checkout: Path, tmp_path: Path) -> None:
+    steps = read(checkout / "docs" / "start.md")
+    install = [step.line for step in read(checkout / "README.md") if isinstance(step, Command)]
+    typed = [step.line for step in steps if isinstance(step, Command)]
+    assert install and install == typed[: len(install)], "README and start.md install differently"
+
+    with bash(checkout, tmp_path / "errors.txt") as session:
+        for step in steps:
+            match step:
+                case File(name, text):
+                    (session.folder / name).write_text(text)
+                case Edit():
+                    step.apply(session.folder)
+                case Command(line, shown):
+                    printed = session.type(line)
+                    lines = shown[:1] if line.startswith(MEASURED) else shown
+                    check(lines, printed, tolerance=inf)
+        (example,) = snippets(checkout / "README.md")
+        (tmp_path / "readme.py").write_text(example)
+        printed = session.type(f"python {tmp_path / 'readme.py'}")
+        assert " steps in " in printed[0]
+        imported = session.type("python -c 'import paceline; print(paceline.__file__)'")
+        assert str(checkout / ".venv") in imported[0]

@@ -1,0 +1,334 @@
+"""The page of a run: whole, offline, safe, and with the figures of its meter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import paceline as pl
+from paceline.cli.app import app
+from paceline.core.journal import Header, Journal
+from paceline.core.protocol import Finished, Interrupted
+from paceline.core.state import describe
+from paceline.report.page import brief, page, record_of
+
+DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
+SECTIONS = ["what", "loss", "timeline", "slow", "steps", "parts", "forecast", "again"]
+VOID = {"meta", "input", "br"}
+
+
+class Reader(HTMLParser):
+    """Reads a page, and fails where tags are not closed as they were opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def check(text: str) -> Reader:
+    """Look at all that must hold of any page."""
+    found = Reader(text)
+    assert len(text.encode()) < 1_000_000
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", text)
+    names = {tag for tag, _ in found.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "use", "image"}
+    for _, attributes in found.tags:
+        assert not {"src", "href", "srcset", "style", "onload"} & set(attributes)
+    assert "default-src 'none'" in text
+    assert len(found.ids) == len(set(found.ids))
+    assert [id for id in found.ids if id in SECTIONS] == SECTIONS
+    for tag, attributes in found.tags:
+        if tag == "th":
+            assert attributes.get("scope") in ("col", "row", "colgroup")
+        if tag == "svg":
+            assert attributes.get("role") == "img" or attributes.get("aria-hidden") == "true"
+        for name in ("d", "x", "y", "viewbox"):
+            assert "nan" not in (attributes.get(name) or "") and "inf" not in (
+                attributes.get(name) or ""
+            )
+    drawn = sum(attributes.get("role") == "img" for tag, attributes in found.tags if tag == "svg")
+    assert sum(tag == "desc" for tag, _ in found.tags) == drawn
+    return found
+
+
+def learner() -> pl.Quadratic:
+    return pl.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
+
+
+def ran(policy: pl.Policy, steps: int = 60, **given: object) -> pl.Run:
+    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    trainer = pl.Trainer(learner(), policy, engine, progress=False, **given)  # type: ignore[arg-type]
+    return trainer.fit(steps=steps)
+
+
+@pytest.fixture
+def paceline() -> Callable[..., Result]:
+    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=describe)
+def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path) -> None:
+    prices = pl.Prices(per_hour=1.0, per_gigabyte=5.0)
+    run = ran(policy, prices=prices, journal=tmp_path / "run.jsonl")
+    path = run.report(tmp_path / "deep" / "run.html")
+    found = check(path.read_text(encoding="utf-8"))
+    words, meter = found.words, run.meter
+    for line in run.summary().splitlines():
+        assert " ".join(line.split()) in words
+    assert f"Of {meter.started} tasks {meter.used} were used and {meter.wasted} wasted" in words
+    assert f"waited for {meter.waiting:.0%} of their time" in words
+    for name, tally in meter.workers.items():
+        assert f"{name} " in words and f" {tally.used} " in words
+    assert f"paceline replay {tmp_path / 'run.jsonl'}" in words
+    assert "by dollars" in words and "by bytes" in words
+    asynchronous = float(run.metrics["delay"].mean()) > 0.1
+    assert ("What waiting costs is not told" in words) == asynchronous
+    assert ("Waited for it In the steps" in words) == (not asynchronous)
+
+
+def test_the_command_writes_the_same_page_as_the_run(
+    tmp_path: Path, paceline: Callable[..., Result]
+) -> None:
+    run = ran(pl.k_sync(3), journal=tmp_path / "run.jsonl")
+    mine = run.report(tmp_path / "a.html").read_text(encoding="utf-8")
+    found = paceline("report", tmp_path / "run.jsonl", "-o", tmp_path / "b.html")
+    assert found.exit_code == 0, found.stderr
+    assert found.stdout == paceline("report", tmp_path / "run.jsonl").stdout
+    assert f"wrote {tmp_path / 'b.html'}" in found.stderr
+    assert (tmp_path / "b.html").read_text(encoding="utf-8") == mine
+
+
+def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    path = tmp_path / "run.jsonl"
+    run = ran(pl.k_sync(3), journal=path)
+    before = path.read_bytes()
+    found = paceline("report", path, "-o", path)
+    assert found.exit_code == 1 and "is the journal itself" in found.stderr
+    with pytest.raises(ValueError, match=r"such as run\.html"):
+        run.report(path)
+    assert path.read_bytes() == before
+
+
+def test_without_prices_and_messages_there_is_nothing_of_them(tmp_path: Path) -> None:
+    run = ran(pl.k_sync(3))
+    words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
+    assert "$" not in words and "by dollars" not in words
+    assert "The journal was kept in memory" in words and "Nothing was forecast" in words
+
+
+def test_names_are_texts_and_never_tags() -> None:
+    evil = "<script>alert('x')</script>"
+    about = {"policy": evil, "engine": f"{evil}(…)", "seed": evil, evil: evil, "codec": evil}
+    about["versions"] = {evil: evil}  # type: ignore[assignment]
+    journal = Journal(Header(policy=evil, about=about))
+    coordinator = pl.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.Joined(evil))
+    coordinator.handle(1.0, Finished(0, 1, stats={"loss": 1.0}))
+    coordinator.handle(2.0, Interrupted(evil))
+    text = page(record_of({"main": journal}), [evil], [evil])
+    words = check(text).words
+    assert "<script" not in text.lower()
+    assert f"paceline replay {evil}" in words and f"it ended with “{evil}”" in words
+
+
+def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    journal = Journal(Header(policy="x", batch=1))
+    coordinator = pl.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.Joined("w0"))
+    for task, loss in enumerate([3.0, float("nan"), float("inf"), 2.0]):
+        coordinator.handle(task + 1.0, Finished(task, 1, stats={"loss": loss}))
+    words = check(page(record_of({"main": journal}))).words
+    assert "The loss of 2 steps is not a finite number" in words
+    assert "the loss fell from 3 to 2" in words
+
+
+def test_a_run_without_losses() -> None:
+    engine = pl.Simulator(2, pl.Fixed(1.0))
+    run = pl.Trainer(pl.Timing(batch_size=4), pl.sync(), engine, progress=False).fit(steps=3)
+    assert "No result told its loss." in check(page(record_of(run.journals))).words
+
+
+def test_a_journal_without_entries_and_one_without_steps() -> None:
+    words = check(page(record_of({"main": Journal()}))).words
+    assert "No step was taken by 0 workers" in words and "Nobody joined." in words
+    coordinator = pl.Coordinator(pl.sync(), journal=Journal())
+    coordinator.handle(0.0, pl.Joined("w0"))
+    coordinator.handle(2.0, pl.Left("w0"))
+    words = check(page(record_of({"main": coordinator.journal}))).words
+    assert "No step was taken by 1 worker in 2 s" in words
+    assert "The journal has no end" in words
+
+
+def test_a_run_of_one_step() -> None:
+    words = check(page(record_of(ran(pl.sync(), steps=1).journals))).words
+    assert "4 workers took 1 step in" in words
+
+
+def test_a_torn_journal_is_shown_as_far_as_it_goes(
+    tmp_path: Path, paceline: Callable[..., Result]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    ran(pl.k_sync(3), journal=path)
+    text = path.read_text()
+    path.write_text(text[: 2 * len(text) // 3])
+    assert paceline("report", path, "-o", tmp_path / "a.html").exit_code == 0
+    words = check((tmp_path / "a.html").read_text(encoding="utf-8")).words
+    assert "the journal does not say that the run has ended" in words
+
+
+def test_a_resumed_run_tells_what_came_after(tmp_path: Path) -> None:
+    def trainer() -> pl.Trainer:
+        engine = pl.Simulator(4, DELAYS)
+        saves = pl.Checkpoints(tmp_path / "saved", every=5)
+        return pl.Trainer(learner(), pl.k_sync(3), engine, progress=False, checkpoints=saves)
+
+    trainer().fit(steps=10)
+    run = trainer().resume(tmp_path / "saved").fit(steps=25)
+    words = check(page(record_of(run.journals, run.reason))).words
+    assert "at step 10: all figures are of what came after" in words
+    assert "4 workers took 15 steps" in words
+
+
+def gossip(folder: Path, name: str = "g", seed: int = 0) -> pl.Run:
+    rows = np.random.default_rng(0).standard_normal((400, 3))
+    least = pl.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
+    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    path = folder / f"{name}.jsonl"
+    policy = pl.Gossip(pl.ring(4))
+    return pl.Trainer(least, policy, engine, seed=seed, progress=False, journal=path).fit(steps=30)
+
+
+def test_a_run_without_a_main_node(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    run = gossip(tmp_path)
+    mine = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
+    paths = [tmp_path / f"g-w{i}.jsonl" for i in range(4)]
+    found = paceline("report", *paths, "-o", tmp_path / "b.html")
+    assert found.exit_code == 0, found.stderr
+    words = check((tmp_path / "b.html").read_text(encoding="utf-8")).words
+    assert f"4 nodes took {run.meter.version} steps" in words
+    assert f"{run.meter.started} started, {run.meter.used} used, " in words
+    assert f"{run.meter.started} started, {run.meter.used} used, " in mine
+    assert "Nobody is waited for here" in words and "Whose data were learned from" in words
+    data = json.loads(paceline("report", "--json", *paths).stdout)
+    assert data["journals"] == [str(path) for path in paths]
+    assert data["steps"] == run.meter.version and data["bytes_up"] == run.meter.up_bytes
+    few = paceline("report", *paths[:2], "-o", tmp_path / "c.html")
+    assert few.exit_code == 0
+    words = check((tmp_path / "c.html").read_text(encoding="utf-8")).words
+    assert "The journals of w2, w3 were not given" in words
+    one = paceline("report", paths[0], "-o", tmp_path / "d.html")
+    assert one.exit_code == 0
+    assert "1 node took" in check((tmp_path / "d.html").read_text(encoding="utf-8")).words
+
+
+def test_journals_that_do_not_belong_together(
+    tmp_path: Path, paceline: Callable[..., Result]
+) -> None:
+    gossip(tmp_path)
+    gossip(tmp_path, "h", seed=1)
+    ran(pl.sync(), journal=tmp_path / "main.jsonl")
+    a, b = tmp_path / "g-w0.jsonl", tmp_path / "h-w1.jsonl"
+    for paths, told in [
+        ((a, b), "are not of one run: seed is 0 and 1"),
+        ((a, tmp_path / "main.jsonl"), "is of a run with a main node"),
+        ((a, tmp_path / "h-w0.jsonl"), "are both of node w0"),
+        ((a, a), "given twice"),
+    ]:
+        found = paceline("report", *paths, "-o", tmp_path / "a.html")
+        assert found.exit_code == 1 and told in found.stderr
+        assert not (tmp_path / "a.html").exists()
+
+
+def test_data_that_are_hardly_learned_from_are_warned_of(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((400, 3))
+    least = pl.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
+    placed = pl.Placed(pl.partition.even(400, 4, seed=0), move=False, bound=None)
+    engine = pl.Simulator(4, DELAYS)
+    run = pl.Trainer(least, pl.k_sync(3), engine, placement=placed, progress=False).fit(steps=40)
+    words = check(page(record_of(run.journals))).words
+    assert "Whose data were learned from" in words
+    represented = run.meter.represented()
+    assert f"{represented.min():.0%}" in words
+    few = int((represented < 0.5).sum())
+    assert (f"{few} tile" in words and "Warning." in words) == (few > 0)
+
+
+def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
+    quadratic = pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    found = pl.profile(quadratic, engine, seconds=60, prices=pl.Prices(per_hour=1.0))
+    plan = pl.plan(found, target=0.5, learning_rate=0.2)
+    trainer = pl.Trainer(quadratic, plan, engine, progress=False, prices=pl.Prices(per_hour=1.0))
+    run = trainer.fit(steps=60)
+    words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
+    at = int(np.flatnonzero(run.metrics["loss"] <= 0.5)[0])
+    low, high = plan.forecast.intervals["seconds"]
+    seconds = run.metrics["seconds"][at]
+    inside = "inside" if low <= seconds <= high else "outside"
+    assert f"{inside} the interval" in words and "target 0.5" in words
+    assert f" {seconds:.3g} s " in words and f" {run.metrics['step'][at]:.0f} " in words
+
+
+def test_what_was_planned_anew_is_told() -> None:
+    run = ran(pl.k_sync(3))
+    words = check(page(record_of(run.journals), changes=["at step 9: w3 is slower"])).words
+    assert "Planned anew at step 9: w3 is slower" in words
+    (journal,) = run.journals.values()
+    about = {**(journal.header.about or {}), "policy": "Auto(target=1, goal='time')"}
+    planned = {"main": Journal(Header(policy="x", about=about))}
+    for changes, told in ((None, "is not in the journal"), ([], "It was not planned anew.")):
+        assert told in check(page(record_of(planned), changes=changes)).words
+
+
+def test_a_long_run_of_many_workers_is_a_small_page() -> None:
+    delays = [pl.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(80)]
+    engine = pl.Simulator(80, delays, schedule=[(5.0, pl.Left("w3")), (9.0, pl.Joined("w3"))])
+    many = pl.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=160)
+    run = pl.Trainer(many, pl.k_sync(60), engine, progress=False).fit(steps=150)
+    record = record_of(run.journals)
+    assert record.timeline.exact is None
+    text = page(record)
+    assert len(text.encode()) < 500_000
+    words = check(text).words
+    assert "The slowest 32 and the quickest 32 are shown; 16 between them are not." in words
+
+
+@pytest.mark.parametrize("text", ["", "Auto(target=1, goal='time')", "f(" * 200, ")))(("])
+def test_any_text_can_be_a_title(text: str) -> None:
+    assert len(brief(text)) <= 121
