@@ -38,6 +38,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/messages.py
 	$(PYTHON) benchmarks/planner.py
 	$(PYTHON) benchmarks/report.py
+	$(PYTHON) benchmarks/chaos.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build
