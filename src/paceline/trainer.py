@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paceline.checkpoint as checkpoint
-from paceline.callbacks import Callback, Live, Progress, ProgressLine, progress_of
+from paceline.callbacks import FAILED, Callback, Live, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
@@ -481,7 +481,7 @@ class Trainer:
 class _Reason:
     """Why a run ended, to be told when all else is closed."""
 
-    text: str = "failed"
+    text: str = FAILED
 
     def tell(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
