@@ -15,6 +15,9 @@ from paceline.report.metrics import Meter
 from paceline.report.text import throughput
 from paceline.report.workers import Tally, in_order
 
+FAILED = "failed"
+"""The reason that callbacks are told of a run that an error ended."""
+
 
 @dataclass(frozen=True)
 class Progress:

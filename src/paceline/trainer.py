@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.callbacks import Callback, Live, Progress, ProgressLine, progress_of
+from paceline.callbacks import FAILED, Callback, Live, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot, Unreachable
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.fits import check_coordinator, check_engine, check_model, check_server
@@ -589,7 +589,7 @@ class _OtherRun(CheckpointError):
 class _Reason:
     """Why a run ended, to be told when all else is closed."""
 
-    text: str = "failed"
+    text: str = FAILED
 
     def tell(self, callbacks: Sequence[Callback]) -> None:
         errors = []

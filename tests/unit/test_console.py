@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.console import Command, Edit, File, check, read, snippets
+from tests.console import Command, Edit, File, check, loose, read, snippets
 
 PAGE = """# Page
 
@@ -66,6 +66,7 @@ def test_a_page_is_files_edits_and_commands(tmp_path: Path) -> None:
         (["157 steps…"], 0.0),
         (["…", "  cost      1e+04 s"], 0.0),
         (["157 steps in 161.4 s", "…", "  cost …"], 0.0),
+        (["157 … 161.4 s"], 0.0),
     ],
 )
 def test_alike(shown: list[str], tolerance: float) -> None:
@@ -80,11 +81,67 @@ def test_alike(shown: list[str], tolerance: float) -> None:
         (["157 steps in 150 s"], 0.02),
         (["157 steps in 161.4"], inf),
         (["157 turns in 161.4 s"], inf),
+        (["157 steps in w161.4 s"], inf),
         (["  waiting    75% of it"], inf),  # is not the first line
         (["…", "  cost      10000 s", "more"], inf),
+        (["157 … 161.4"], inf),  # says where it ends
     ],
 )
 def test_not_alike(shown: list[str], tolerance: float) -> None:
     printed = ["157 steps in 161.4 s", "  waiting    75% of it", "  cost      10000 s"]
     with pytest.raises(AssertionError, match="the page shows"):
         check(shown, printed, tolerance)
+
+
+MEASURED = """ok    python 3.11
+ok    2 cores
+
+worker  s/sample  law
+w0         0.003  Pareto
+…
+w7         0.030  Pareto
+saved fleet.json""".splitlines()
+RANKED = """to a loss of 1:
+   policy          seconds
+ 1 ringmaster(32)     10.1
+ 2 k_async(2)        10.63
+…
+10 Among(['w0'])     14.09
+ringmaster(32) takes 10.1 s""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("shown", "old", "new"),
+    [
+        (MEASURED, "…", "w3 0.004 Pareto"),
+        (MEASURED, "0.003  Pareto", "0.0042  ShiftedExponential"),
+        (MEASURED, "ok    2 cores", "warning  8 cores\n  use fewer"),
+        (RANKED, "k_async(2) ", "rennala(16)"),
+        (RANKED, "Among(['w0'])", "k_async(4)"),
+        (RANKED, "ringmaster(32)", "ringmaster(16)"),
+    ],
+)
+def test_what_differs_by_machine_is_left_open(shown: list[str], old: str, new: str) -> None:
+    real = "\n".join(shown)
+    assert old in real
+    check(loose(shown), real.replace(old, new).splitlines(), inf)
+
+
+@pytest.mark.parametrize(
+    ("shown", "old", "new"),
+    [
+        (MEASURED, "python", "snake"),
+        (MEASURED, "law", "model"),
+        (MEASURED, "\nw7", "\nv7"),
+        (MEASURED, "saved", "wrote"),
+        (MEASURED, "fleet.json", "fleet.json; next: plan"),
+        (RANKED, "ringmaster(32)", "k_async(3)"),
+        (RANKED, "\n 1", "\n"),
+        (RANKED, "takes", "needs"),
+    ],
+)
+def test_what_does_not_is_compared(shown: list[str], old: str, new: str) -> None:
+    real = "\n".join(shown)
+    assert old in real
+    with pytest.raises(AssertionError, match="the page shows"):
+        check(loose(shown), real.replace(old, new).splitlines(), inf)

@@ -6,28 +6,51 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from paceline.learners.remade import Pace, RemadeOptimizer, RemadeSchedules
 
 
 def rules(module: Any, steps_per_epoch: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `optimizer` and `scheduler` for TorchLearner, whose other arguments are given."""
-    optimizer, paces = _configured(module)
+    optimizer, schedules = _configured(module)
+    name = type(module).__name__
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if "scheduler" in options:  # the module's are dropped
+        if schedules:
+            _restore(optimizer, schedules, name)
+        return {"optimizer": RemadeOptimizer(optimizer, trained)}
+    paces = [_pace(each, optimizer, name) for each in schedules]
     rules: dict[str, Any] = {"optimizer": RemadeOptimizer(optimizer, trained)}
-    if paces and "scheduler" not in options:
+    if paces:
         if options.get("outer") is not None:
             raise ValueError(
-                f"with outer= the schedule is that of the outer optimizer, and "
-                f"{type(module).__name__} has one for its own; give scheduler= for the outer, or "
-                "scheduler=None"
+                f"with outer= the schedule is that of the outer optimizer, and {name} has one for "
+                "its own; give scheduler= for the outer, or scheduler=None"
             )
         rules["scheduler"] = RemadeSchedules(optimizer, paces, steps_per_epoch)
     return rules
 
 
-def _configured(module: Any) -> tuple[Optimizer, list[Pace]]:
+def _restore(optimizer: Optimizer, schedules: Sequence[Any], name: str) -> None:
+    """Give an optimizer back the rates that it had before schedules set their first ones."""
+    if lost := [kind for each in schedules for kind in _cycles(_scheduler(each))]:
+        raise ValueError(
+            f"{lost[0]} of {name} has replaced the learning rate of its optimizer, and perhaps its "
+            "momentum: what they are without the schedule is not known; give optimizer= as well"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("initial_lr", group["lr"])
+
+
+def _cycles(scheduler: Any) -> list[str]:
+    """Name the schedules in it that set a rate of their own, whatever was the optimizer's."""
+    within = [kind for each in getattr(scheduler, "_schedulers", ()) for kind in _cycles(each)]
+    own = isinstance(scheduler, CyclicLR | OneCycleLR)
+    return [type(scheduler).__name__, *within] if own else within
+
+
+def _configured(module: Any) -> tuple[Optimizer, Sequence[Any]]:
     name = type(module).__name__
     try:
         found = module.configure_optimizers()
@@ -46,7 +69,7 @@ def _configured(module: Any) -> tuple[Optimizer, list[Pace]]:
             "with as many groups as you like: give optimizer= of lightning_learner, or use "
             "TorchLearner with one loss"
         )
-    return optimizers[0], [_pace(each, optimizers[0], name) for each in schedulers]
+    return optimizers[0], schedulers
 
 
 def _both(found: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -67,10 +90,14 @@ def _both(found: Any) -> tuple[Sequence[Any], Sequence[Any]]:
             return [found], []
 
 
+def _scheduler(given: Any) -> Any:
+    return given.get("scheduler") if isinstance(given, Mapping) else given
+
+
 def _pace(given: Any, optimizer: Optimizer, name: str) -> Pace:
     """Read a schedule, alone or in a dict that says when it advances."""
-    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    scheduler = config.get("scheduler")
+    config = given if isinstance(given, Mapping) else {}
+    scheduler = _scheduler(given)
     kind = type(scheduler).__name__
     if isinstance(scheduler, ReduceLROnPlateau) or config.get("reduce_on_plateau"):
         raise ValueError(
@@ -80,7 +107,7 @@ def _pace(given: Any, optimizer: Optimizer, name: str) -> Pace:
     if not isinstance(scheduler, LRScheduler):
         raise ValueError(
             f"{kind} of {name} is no LRScheduler of torch; give scheduler= a function that makes "
-            "a schedule from an optimizer"
+            "a schedule from an optimizer, or None"
         )
     if scheduler.optimizer is not optimizer:
         raise ValueError(f"{kind} of {name} is bound to another optimizer than the one returned")

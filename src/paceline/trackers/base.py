@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from paceline.callbacks import Callback, Live, Progress
 from paceline.trackers.figures import values, worker_values
 
 logger = logging.getLogger(__name__)
-
-FAILED = "failed"
-"""The reason of a run that was ended by an error."""
 
 
 class Tracker(Callback, ABC):
@@ -38,7 +36,12 @@ class Tracker(Callback, ABC):
     def started(self, live: Live) -> None:
         self._live, self._latest, self._sent, self._workers_sent = live, None, 0, 0
         self._opened = self._silent = False
-        self._open(live)
+        try:
+            self._open(live)
+        except BaseException:
+            with suppress(Exception):  # the first error says more
+                self._abandon()
+            raise
         self._opened = True
 
     def stepped(self, progress: Progress) -> None:
@@ -85,6 +88,9 @@ class Tracker(Callback, ABC):
     @abstractmethod
     def _open(self, live: Live) -> None:
         """Begin, and send what the run is of."""
+
+    def _abandon(self) -> None:
+        """Let go of what was begun, since it could not be opened."""
 
     @abstractmethod
     def _write(self, step: int, figures: Mapping[str, float]) -> None:

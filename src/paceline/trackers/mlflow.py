@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, count
 from typing import Any
 
-from paceline.callbacks import Live
-from paceline.trackers.base import FAILED, Tracker
+from paceline.callbacks import FAILED, Live
+from paceline.trackers.base import Tracker
 from paceline.trackers.figures import configuration, report
 
 # The limits of MLflow's REST API: https://mlflow.org/docs/latest/rest-api.html#request-limits
 _METRICS, _PARAMS = 1000, 100  # in one request
 _LONGEST = 6000  # characters of a parameter, and of a tag at least
+_LONGEST_NAME = 250  # of a parameter
+_REFUSED = re.compile(r"[^/\w.\- ]")  # characters of a name; a colon on Windows only
 _SECONDS = 5.0  # between two requests, since each may take a while
 
 
@@ -47,7 +52,7 @@ class MLflow(Tracker):
         self._flushed = 0.0
 
     def _open(self, live: Live) -> None:
-        self._metrics, self._flushed = [], self._clock()
+        self._id, self._metrics, self._flushed = "", [], self._clock()
         try:
             self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             known = client.get_experiment_by_name(self._experiment)
@@ -62,12 +67,23 @@ class MLflow(Tracker):
                 "brings: pip install mlflow"
             ) from error
         self._id = run.info.run_id
+        given = configuration(live.header)
         params = [
             self._mlflow.entities.Param(name, str(value)[:_LONGEST])
-            for name, value in configuration(live.header).items()
+            for name, value in zip(_allowed(given), given.values(), strict=True)
         ]
-        for first in range(0, len(params), _PARAMS):
-            client.log_batch(self._id, params=params[first : first + _PARAMS])
+        try:
+            for first in range(0, len(params), _PARAMS):
+                client.log_batch(self._id, params=params[first : first + _PARAMS])
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ValueError(
+                f"MLflow made a run at tracking_uri={self._uri!r} and refused its parameters: "
+                f"{error} They are what the run is of; see what about() of the learner tells"
+            ) from error
+
+    def _abandon(self) -> None:
+        if self._id:
+            self._client.set_terminated(self._id, "FAILED")
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
         stamp, metric = int(time.time() * 1000), self._mlflow.entities.Metric
@@ -93,6 +109,23 @@ class MLflow(Tracker):
         finally:
             status = "FAILED" if reason == FAILED else "FINISHED"
             self._client.set_terminated(self._id, status)
+
+
+def _allowed(names: Iterable[str]) -> list[str]:
+    """Return names that MLflow takes, each of them once.
+
+    >>> _allowed(["seed", "what: #1", "what? #1"])
+    ['seed', 'what_ _1', 'what_ _1_2']
+    """
+    found: list[str] = []
+    for name in names:
+        clean = _REFUSED.sub("_", name)
+        if posixpath.normpath(clean) != clean or clean.startswith((".", "/")):  # no path to a file
+            clean = "_" + clean.replace("/", "_")
+        clean = clean[:_LONGEST_NAME]
+        numbered = (f"{clean[: _LONGEST_NAME - 9]}_{number}" for number in count(2))
+        found.append(next(each for each in chain([clean], numbered) if each not in found))
+    return found
 
 
 def _mlflow() -> Any:

@@ -48,29 +48,22 @@ class Prometheus(Tracker):
 
     def stepped(self, progress: Progress) -> None:
         self._latest = progress
-        if not self._metrics:
-            self._make()
         if self._clock() - self._updated >= _SECONDS:
             self._updated = self._clock()
             self._send(workers=True)
 
     def _open(self, live: Live) -> None:
-        # Ray is started by the engine, after this: metrics are made at the first step.
+        engine = str((live.header.about or {}).get("engine"))
+        if not engine.startswith("Ray(") and not ray.is_initialized():
+            raise RuntimeError(
+                f"pl.Prometheus offers its metrics through Ray, which does not run, and the engine "
+                f"is {engine}: train on pl.Ray(…), or call ray.init() first"
+            )
+        # Ray may be started by the engine, after this: metrics are made at the first step.
         self._metrics, self._told, self._updated = {}, {}, -_SECONDS
 
-    def _make(self) -> None:
-        if not ray.is_initialized():
-            raise RuntimeError(
-                "pl.Prometheus offers its metrics through Ray, which does not run: train on "
-                "pl.Ray(…), or call ray.init() first"
-            )
-        for figure in FIGURES:
-            kind = Counter if figure.grows else Gauge
-            self._metrics[figure.name] = kind(figure.metric, figure.about, tag_keys=("run",))
-        for each in WORKER_FIGURES:
-            self._metrics[each.name] = Gauge(each.metric, each.about, tag_keys=("run", "worker"))
-
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._metrics = self._metrics or _metrics()
         for name, value in figures.items():
             own, _, worker = name.partition("/")
             if own in self._metrics:  # of a worker
@@ -82,4 +75,15 @@ class Prometheus(Tracker):
                 self._told[name] = value
 
     def _close(self, live: Live, reason: str) -> None:
-        """Leave the metrics as they are: Ray offers them until the script ends."""
+        """Leave the metrics as they are: Ray lets go of them itself."""
+
+
+def _metrics() -> dict[str, Any]:
+    """Make a metric of Ray for each figure."""
+    found: dict[str, Any] = {}
+    for figure in FIGURES:
+        kind = Counter if figure.grows else Gauge
+        found[figure.name] = kind(figure.metric, figure.about, tag_keys=("run",))
+    for each in WORKER_FIGURES:
+        found[each.name] = Gauge(each.metric, each.about, tag_keys=("run", "worker"))
+    return found

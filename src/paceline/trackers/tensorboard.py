@@ -31,7 +31,7 @@ class TensorBoard(Tracker):
     def _open(self, live: Live) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        given = configuration(live.header)
+        self._writer, given = None, configuration(live.header)
         self._writer = writer = self._make(self._folder, flush_secs=_FLUSH)
         # What add_hparams does, but within this run and not as another one beside it. The end of
         # its session is left out: it would say that the run has succeeded.
@@ -39,6 +39,10 @@ class TensorBoard(Tracker):
             writer.file_writer.add_summary(each)
         writer.add_text("run/configuration", _table(given))
         writer.flush()
+
+    def _abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():

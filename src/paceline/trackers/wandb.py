@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.callbacks import Live
-from paceline.trackers.base import FAILED, Tracker
+from paceline.callbacks import FAILED, Live
+from paceline.trackers.base import Tracker
 from paceline.trackers.figures import configuration, report
 
 

@@ -356,6 +356,19 @@ def weekly(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "week"}}
 
 
+class Foreign:
+    """A schedule of another library, which has set its first rate."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["initial_lr"], group["lr"] = group["lr"], 0.0
+
+
+def foreign_schedule(module: nn.Module) -> Any:
+    optimizer = decay_groups(module)
+    return [optimizer], [Foreign(optimizer)]
+
+
 class Uncopied(lr_scheduler.StepLR):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("no copies")
@@ -379,6 +392,7 @@ def uncopied(module: nn.Module) -> Any:
         (Classifier(several), "these optimizers: SGD, SGD, SGD; one is possible"),
         (Classifier(foreign), "1 trained tensors that are not the module's"),
         (Classifier(plateau), "ReduceLROnPlateau of Classifier watches a metric"),
+        (Classifier(foreign_schedule), "Foreign of Classifier is no LRScheduler.*or None"),
         (Classifier(unbound), "bound to another optimizer"),
         (Classifier(weekly), 'use "step" or "epoch"'),
         (Classifier(uncopied), "Uncopied cannot be copied.*no copies.*scheduler="),
@@ -397,6 +411,57 @@ def test_a_schedule_is_not_that_of_an_outer_optimizer() -> None:
     engine = pl.Simulator(workers=2, delays=pl.Fixed(1.0))
     run = pl.Trainer(learner, pl.local_sgd(4), engine, progress=False).fit(steps=5)
     assert run.metrics["loss"][-1] < run.metrics["loss"][0]
+
+
+def cold(module: nn.Module) -> Any:
+    optimizer = decay_groups(module)
+    warmup = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+
+def constant(optimizer: optim.Optimizer) -> Any:
+    return lr_scheduler.ConstantLR(optimizer, 1.0)
+
+
+DROPPED: dict[str, Configure] = {
+    "cold": cold,
+    "sequence": SCHEDULES["sequence"],
+    "plateau": each_step(lr_scheduler.ReduceLROnPlateau, reduce_on_plateau=True),
+    "foreign": foreign_schedule,
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("scheduler", [None, constant])
+def test_without_its_schedule_a_module_has_its_own_rates(name: str, scheduler: Any) -> None:
+    learner = pl.lightning_learner(Classifier(DROPPED[name]), make_data(), scheduler=scheduler)
+    assert learner.rate(0) == learner.rate(50) == 0.02
+    groups = learner.server()._optimizer.param_groups
+    assert [group["lr"] for group in groups] == [0.02, 0.01]
+    assert scheduler is not None or not any("initial_lr" in group for group in groups)
+
+
+def test_with_an_outer_optimizer_a_module_has_its_own_rates() -> None:
+    outer = partial(optim.SGD, lr=1.0)
+    learner = pl.lightning_learner(Classifier(cold), make_data(), outer=outer, scheduler=None)
+    made = learner.optimizer([nn.Parameter(torch.zeros(1))])
+    assert [group["lr"] for group in made.param_groups] == [0.02, 0.01]
+    assert learner.rate(0) == 1.0  # of the outer one
+
+
+@pytest.mark.parametrize("name", ["one cycle", "cyclic", "cycle in a sequence"])
+def test_rates_that_a_schedule_has_replaced_are_asked_for(name: str) -> None:
+    def nested(optimizer: optim.Optimizer) -> Any:
+        up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+        cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+        return lr_scheduler.ChainedScheduler([up, cycle])
+
+    module = Classifier(SCHEDULES.get(name, each_step(nested)))
+    with pytest.raises(ValueError, match=r"Cycl\w*LR of Classifier has replaced.*give optimizer="):
+        pl.lightning_learner(module, make_data(), scheduler=None)
+    own = partial(optim.SGD, lr=0.3)
+    learner = pl.lightning_learner(module, make_data(), optimizer=own, scheduler=None)
+    assert learner.rate(0) == 0.3
 
 
 def test_a_batch_cannot_be_skipped() -> None:

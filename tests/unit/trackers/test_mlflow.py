@@ -30,8 +30,21 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return (tmp_path / "store").as_uri()
 
 
-def train(callbacks: list[pl.Callback], steps: int = 5) -> pl.Run:
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=6)
+class Tells(pl.Quadratic):
+    """A learner that tells more about itself."""
+
+    def __init__(self, more: dict[str, Any]) -> None:
+        super().__init__((1.0, 0.3), noise=0.3, lr=0.2, batch_size=6)
+        self.more = more
+
+    def about(self) -> dict[str, Any]:
+        return {**super().about(), **self.more}
+
+
+def train(
+    callbacks: list[pl.Callback], steps: int = 5, more: dict[str, Any] | None = None
+) -> pl.Run:
+    learner = Tells(more or {})
     engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
     trainer = pl.Trainer(learner, pl.k_sync(2), engine, callbacks=callbacks, progress=False)
     return trainer.fit(steps=steps)
@@ -99,6 +112,30 @@ def test_a_run_that_fails_says_so(uri: str) -> None:
     found = stored(mlflow.MlflowClient(tracking_uri=uri))
     assert found.info.status == "FAILED"
     assert found.data.metrics["step/number"] == 2
+
+
+def test_names_that_mlflow_refuses_are_changed(uri: str) -> None:
+    names = ["note: #1?", "note: #2?", "note; #1?", "/root", "../up", "a//b", ".", "", "x" * 300]
+    more = {name: index for index, name in enumerate(names)}
+    train([pl.MLflow("digits", uri)], more=more)
+    found = stored(mlflow.MlflowClient(tracking_uri=uri))
+    assert found.info.status == "FINISHED"
+    given = found.data.params
+    assert (given["note_ _1_"], given["note_ _2_"], given["note_ _1__2"]) == ("0", "1", "2")
+    assert (given["__root"], given["_.._up"], given["_a__b"], given["_."]) == ("3", "4", "5", "6")
+    assert given["x" * 250] == "8"
+    assert {*map(str, range(len(names)))} <= {*given.values()}
+
+
+def test_a_run_whose_parameters_are_refused_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+    more = {"a": 1, "a/b": 2}  # a file, and a folder of the same name
+    with pytest.raises(ValueError, match=r"refused its parameters: .*about\(\) of the learner"):
+        train([pl.MLflow("digits", uri)], more=more)
+    assert stored(mlflow.MlflowClient(tracking_uri=uri)).info.status == "FAILED"
 
 
 def test_a_store_that_is_gone_does_not_end_a_run(

@@ -18,13 +18,33 @@ DASHBOARD: dict[str, Any] = json.loads(PAGE.with_name("grafana.json").read_text(
 def test_without_ray_it_says_what_to_do() -> None:
     code = (
         "import paceline as pl\n"
-        "engine, callbacks = pl.Simulator(2), [pl.Prometheus()]\n"
-        "trainer = pl.Trainer(pl.Quadratic(), pl.sync(), engine, callbacks=callbacks)\n"
-        "try: trainer.fit(steps=2)\n"
+        "class Tells(pl.Callback):\n"
+        "    def stepped(self, progress): print('stepped')\n"
+        "    def ended(self, reason): print(reason)\n"
+        "engine, callbacks = pl.Simulator(2), [Tells(), pl.Prometheus()]\n"
+        "options = dict(callbacks=callbacks, progress=False)\n"
+        "try: pl.Trainer(pl.Quadratic(), pl.sync(), engine, **options).fit(steps=2)\n"
         "except RuntimeError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "through Ray, which does not run: train on pl.Ray(…), or call ray.init()" in done.stdout
+    ended, told = done.stdout.splitlines()  # and no step before
+    assert ended == "failed"
+    assert "Ray, which does not run, and the engine is Simulator(workers=2, " in told
+    assert told.endswith("train on pl.Ray(…), or call ray.init() first")
+    assert done.stderr == ""  # nothing is logged
+
+
+def test_if_ray_has_ended_the_run_goes_on() -> None:
+    code = (
+        "import paceline as pl\n"
+        "class Simulated(pl.Simulator):\n"
+        "    def __repr__(self): return 'Ray(that never came up)'\n"
+        "options = dict(callbacks=[pl.Prometheus()], progress=False)\n"
+        "trainer = pl.Trainer(pl.Quadratic(), pl.sync(), Simulated(2), **options)\n"
+        "print(trainer.fit(steps=3).steps)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "3\n"
 
 
 def test_the_dashboard_shows_metrics_that_there_are() -> None:

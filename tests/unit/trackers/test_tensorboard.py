@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +80,10 @@ def test_a_folder_that_is_gone_does_not_end_a_run(
             if progress.step == 2:
                 (tmp_path / "run").rename(tmp_path / "elsewhere")
 
+    before = set(threading.enumerate())
     run = train([pl.TensorBoard(tmp_path / "run"), Moves()])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)  # or pytest may be told during the next test
     assert run.steps == 6
     told = [record.getMessage() for record in caplog.records if "paceline" in record.name]
     assert len(told) == 1
@@ -90,6 +95,21 @@ def test_a_folder_that_cannot_be_made_reaches_the_user(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         train([pl.TensorBoard(tmp_path / "file" / "run")])
+
+
+def test_what_cannot_be_written_at_the_start_leaves_no_thread(tmp_path: Path) -> None:
+    class Odd(pl.Quadratic):
+        def about(self) -> dict[str, Any]:
+            return {**super().about(), "note": "\ud800"}  # half a character
+
+    before = set(threading.enumerate())
+    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    trainer = pl.Trainer(
+        Odd(), pl.sync(), engine, callbacks=[pl.TensorBoard(tmp_path)], progress=False
+    )
+    with pytest.raises(UnicodeEncodeError):
+        trainer.fit(steps=1)
+    assert set(threading.enumerate()) <= before  # the writer's has ended
 
 
 def test_a_missing_package_names_the_command() -> None:
