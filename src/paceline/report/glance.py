@@ -113,7 +113,8 @@ def _recent(losses: Sequence[float], nodes: int) -> list[float]:
 
 def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -> list[Row]:
     """Return what is known of each worker. `over`: nobody computes any more."""
-    quickest = max((tally.speed for tally in workers.values()), default=0.0)
+    speeds = {name: tally.speed(now) for name, tally in workers.items()}
+    quickest = max(speeds.values(), default=0.0)
     took = [tally.finished_seconds / tally.finished for tally in workers.values() if tally.finished]
     late = LATE * median(took) if took else inf
     rows = []
@@ -134,7 +135,7 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
         cells = {
             "worker": name,
             "state": told,
-            "speed": in_short(tally.speed) if tally.finished else "–",
+            "speed": in_short(speeds[name]) if tally.finished else "–",
             "used": f"{min(tally.share_used(now), 1.0):.0%}" if settled else "–",
             "wasted": f"{tally.wasted / settled:.0%}" if settled else "–",
             "delay": _versions(tally.mean_delay) if tally.used else "–",
@@ -142,8 +143,8 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
             "down": in_bytes(tally.down_bytes),
             "seen": in_seconds(unseen),
         }
-        part = tally.speed / quickest if quickest else 0.0
-        rows.append(Row(state, tally.speed, part, cells))
+        part = speeds[name] / quickest if quickest else 0.0
+        rows.append(Row(state, speeds[name], part, cells))
     return rows
 
 

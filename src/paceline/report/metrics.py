@@ -130,7 +130,7 @@ class Meter:
                 self._join(worker)
             case Left(worker):
                 for id in list(self._of_worker.get(worker, ())):
-                    self._settle(self._end(id), entry.now, "lost")
+                    self._settle(self._give_up(id), entry.now, "lost")
                 self._leave(worker)
         for command in entry.commands:
             match command:
@@ -148,7 +148,7 @@ class Meter:
                     else:
                         self.samples_started += task.computed
                 case Cancel(id):
-                    self._settle(self._end(id), entry.now, "cancelled")
+                    self._settle(self._give_up(id), entry.now, "cancelled")
                 case Discard(id):
                     if (result := self._held.pop(id, None)) is not None:
                         self._settle(result.task, result.at, "discarded", result.samples)
@@ -267,11 +267,16 @@ class Meter:
         self._charged.pop(id, None)
         tasks = self._of_worker[task.worker]
         tasks.discard(id)
-        self.workers[task.worker].end(self._now)
+        self.workers[task.worker].end(task, self._now)
         if not tasks:
             self._busy -= 1
             if not self.prices.idle:
                 self._release(task.worker, self._busy)
+        return task
+
+    def _give_up(self, id: TaskId) -> Task:
+        task = self._end(id)
+        self.workers[task.worker].give_up(task, self._now)
         return task
 
     def _hire(self, worker: WorkerId) -> None:

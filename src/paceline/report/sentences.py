@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,8 @@ from paceline.report.svg import plain
 from paceline.report.text import FORGOTTEN, in_bytes, in_dollars
 
 _SLOW = 0.67  # of the median speed: who is below is called slow
+_CANCELLED = 0.5  # of a worker's tasks: from here on its speed is known too badly to praise it
+_STUCK = 3.0  # times the median time of a task: who needs more for its first one is named
 
 
 def in_time(seconds: float) -> str:
@@ -103,12 +105,25 @@ def _happened(record: Record) -> str:
 
 def slowest(record: Record) -> tuple[str, float, float] | None:
     """Return who was slow, its speed, and that over the median of the others."""
-    speeds = {name: tally.speed for name, tally in record.workers.items() if tally.finished}
+    now = record.end
+    speeds = {name: tally.speed(now) for name, tally in record.workers.items() if tally.finished}
     if len(speeds) < 2:
         return None
     name = min(speeds, key=lambda each: speeds[each])
     others = median(speed for other, speed in speeds.items() if other != name)
     return (name, speeds[name], speeds[name] / others) if others else None
+
+
+def without_result(record: Record) -> list[str]:
+    """Return who never finished a task, although it had the time to."""
+    tallies, now = record.workers, record.end
+    took = [tally.finished_seconds / tally.finished for tally in tallies.values() if tally.finished]
+    long = _STUCK * median(took) if took else inf
+    return [
+        name
+        for name, tally in tallies.items()
+        if not tally.finished and (tally.wasted or (tally.running and now - tally.began > long))
+    ]
 
 
 def _worked(record: Record) -> str:
@@ -119,14 +134,21 @@ def _worked(record: Record) -> str:
     if meter.started:
         text += f" ({meter.wasted / meter.started:.0%})"
     text += f", and workers waited for {meter.waiting:.0%} of their time"
-    never = [name for name, tally in record.workers.items() if not tally.finished and tally.wasted]
-    found = slowest(record)
+    never, found = without_result(record), slowest(record)
     if never:
         more = f" and {len(never) - 1} more" if len(never) > 1 else ""
         return f"{text}; {never[0]}{more} never finished a task."
     if found is None:
         return f"{text}."
     name, speed, share = found
+    cancelled = {
+        each: tally.cancelled / (tally.cancelled + tally.finished)
+        for each, tally in record.workers.items()
+        if tally.finished
+    }
+    most = max(cancelled, key=lambda each: cancelled[each])
+    if share > _SLOW and cancelled[most] > _CANCELLED:
+        return f"{text}; of {most}’s tasks {cancelled[most]:.0%} were cancelled, the most of all."
     if share > _SLOW:
         return f"{text}; nobody was slow: even {name} had {share:.0%} of the others’ median speed."
     return (

@@ -32,14 +32,15 @@ def workers_table(record: Record) -> dict[str, Any]:
     sizes = [size for tally in tallies.values() for size in (tally.down_bytes, tally.up_bytes)]
     data = of_bytes(max(sizes, default=0), "")
     rows: list[dict[str, str]] = []
-    shown = picked(workers, [tally.speed for tally in tallies.values()])
-    for worker in sorted((workers[i] for i in shown), key=lambda each: tallies[each].speed):
+    speeds = {name: tally.speed(now) for name, tally in tallies.items()}
+    shown = picked(workers, list(speeds.values()))
+    for worker in sorted((workers[i] for i in shown), key=lambda each: speeds[each]):
         tally, (seconds, times) = tallies[worker], waited[worker]
         busy, there = tally.busy_seconds(now), tally.there_seconds(now)
         rows.append(
             {
                 "worker": worker,
-                "speed": plain(tally.speed) if tally.finished else "–",
+                "speed": plain(speeds[worker]) if tally.finished else "–",
                 "tasks": f"{tally.started:,}",
                 "used": f"{tally.used:,}",
                 "wasted": f"{tally.wasted:,}",
