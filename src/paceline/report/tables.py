@@ -24,7 +24,7 @@ def workers_table(record: Record) -> dict[str, Any]:
     now, tallies = record.end, record.workers
     workers = list(tallies)
     prices: dict[WorkerId, Price] = {}
-    if not record.is_asynchronous:
+    if not (record.is_asynchronous or record.is_refilling):
         prices = record.waits.prices(sorted(workers, key=record.row), tallies)
     waited = {name: record.waits.waited(record.row(name)) for name in workers}
     longest = [seconds for seconds, _ in waited.values()] + [p.seconds for p in prices.values()]
