@@ -87,6 +87,7 @@ class Meter:
     workers: dict[WorkerId, Tally] = field(default_factory=dict)
     listener: Callable[[Span], None] | None = None  # told of each task when its fate is known
     last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
+    last_loss: float | None = None  # of the last step whose results told one, nan if they told nan
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
     _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
@@ -219,6 +220,8 @@ class Meter:
         }
         for name, value in row.items():
             self.columns[name].append(value)
+        if total:
+            self.last_loss = row["loss"]
         self.last_weights = {}
         for weight, result in zip(step.weights.values(), results, strict=True):
             for tile, count in (result.task.work.tiles or {}).items():

@@ -16,6 +16,7 @@ from paceline.report.charts import Figure, Scale, bars, curve, of_bytes, of_time
 from paceline.report.collect import Record, collected
 from paceline.report.lanes import ROWS, selection, timeline
 from paceline.report.sentences import (
+    diverged,
     duration,
     in_time,
     losses,
@@ -76,6 +77,7 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | 
         numbers=_numbers(record),
         summary=_text(record),
         losses=_losses(record) if losses(meter) else [],
+        told=meter.last_loss is not None,
         timeline=timeline(record, "What every worker did over time") if record.workers else None,
         exact=record.timeline.exact is not None,
         hidden=max(len(record.workers) - ROWS, 0),
@@ -149,9 +151,12 @@ def _numbers(record: Record) -> list[Big]:
     meter = record.meter
     columns, known = meter.columns, losses(meter)
     seconds, samples = duration(meter), sum(columns["samples"])
+    last = plain(known[-1]) if known else "–"
+    if diverged(meter):
+        last = str(meter.last_loss)
     found = [
         Big("time", in_time(seconds), number(len(columns["step"]), "step")),
-        Big("loss", plain(known[-1]) if known else "–", f"from {plain(known[0])}" if known else ""),
+        Big("loss", last, f"from {plain(known[0])}" if known else ""),
         Big(
             "samples/s",
             plain(samples / seconds) if seconds > 0 else "–",

@@ -45,6 +45,11 @@ def losses(meter: Meter) -> list[float]:
     return [loss for loss in meter.columns["loss"] if isfinite(loss)]
 
 
+def diverged(meter: Meter) -> bool:
+    """Tell whether the last loss that was told is no finite number."""
+    return meter.last_loss is not None and not isfinite(meter.last_loss)
+
+
 def duration(meter: Meter) -> float:
     """Return the seconds until the last step, since the run was (re)started."""
     seconds = meter.columns["seconds"]
@@ -72,6 +77,12 @@ def reached(forecast: Mapping[str, Any], meter: Meter) -> Reached | None:
     return None
 
 
+def reached_before(forecast: Mapping[str, Any], meter: Meter) -> bool:
+    """Tell whether a run was at the target when it was resumed."""
+    losses = meter.columns["loss"]
+    return bool(meter.began and losses and losses[0] <= forecast["target"])
+
+
 def within(value: float, interval: tuple[float | None, float | None]) -> bool:
     """Tell whether a value is in an interval; None is infinity: not reached."""
     low, high = interval
@@ -91,7 +102,14 @@ def _happened(record: Record) -> str:
         text = f"No step was taken by {who} in {in_time(record.end - meter.began)}"
     else:
         text = f"{who} took {number(steps, 'step')} in {in_time(duration(meter))}"
-        if not known:
+        if diverged(meter) and not known:
+            text += ", with a loss that was never a finite number"
+        elif diverged(meter):
+            text += (
+                f", in which the loss went from {plain(known[0])} to {meter.last_loss}: the last "
+                "one is not a finite number"
+            )
+        elif not known:
             text += ", with a loss that is not known"
         elif len(known) == 1:
             text += f", with a loss of {plain(known[0])}"
@@ -184,7 +202,7 @@ def _right(forecast: Mapping[str, Any], meter: Meter) -> str:
         f"; the forecast said {'never' if middle is None else in_time(middle)} ({low} to {high}) "
         f"to a loss of {plain(target)}"
     )
-    if meter.began and meter.columns["loss"] and meter.columns["loss"][0] <= target:
+    if reached_before(forecast, meter):
         return f"{told}, which was reached before this run was resumed"
     fact = reached(forecast, meter)
     if fact is None:
@@ -199,7 +217,9 @@ def warnings(record: Record) -> list[str]:
     if meter.began or record.header.state is not None:
         found.append(
             f"This run was resumed after {in_time(meter.began)}, at step "
-            f"{meter.version - len(meter.columns['step']):,}: all figures are of what came after."
+            f"{meter.version - len(meter.columns['step']):,}: figures are of what came after, but "
+            "times and steps count from the start of the run wherever they are along an axis or "
+            "beside a forecast."
         )
     if record.reason == UNFINISHED:
         found.append(

@@ -11,7 +11,7 @@ from paceline.core.protocol import WorkerId
 from paceline.report.charts import Scale, of_bytes, of_time
 from paceline.report.collect import Record
 from paceline.report.lanes import picked
-from paceline.report.sentences import in_time, reached, within
+from paceline.report.sentences import in_time, reached, reached_before, within
 from paceline.report.slow import Price
 from paceline.report.svg import plain
 from paceline.report.text import in_bytes, in_dollars
@@ -71,15 +71,24 @@ def _added(price: Price | None, scale: Scale) -> str:
 
 
 def forecast_rows(forecast: Mapping[str, Any], record: Record) -> list[dict[str, str]]:
-    """Return what was forecast beside what it was."""
-    fact = None if record.meter.began else reached(forecast, record.meter)
+    """Return what was forecast beside what it was.
+
+    A journal of a resumed run tells its time and steps since the start, and not what was spent
+    before.
+    """
+    meter = record.meter
+    before = reached_before(forecast, meter)
+    fact = None if before else reached(forecast, meter)
+    missing = "before this run was resumed" if before else "not reached"
     told = {"seconds": in_time, "steps": plain, "dollars": in_dollars, "bytes": in_bytes}
     rows = []
     for name, say in told.items():
         middle = forecast.get(name)
         low, high = forecast["intervals"].get(name, (None, None))
         known = name in forecast["intervals"]
-        value = None if fact is None else getattr(fact, name)
+        value, unknown = None if fact is None else getattr(fact, name), missing
+        if meter.began and fact is not None and name in ("dollars", "bytes"):
+            value, unknown = None, "not known: the run was resumed"
         if name == "dollars" and not (middle or value):
             continue
         rows.append(
@@ -91,7 +100,7 @@ def forecast_rows(forecast: Mapping[str, Any], record: Record) -> list[dict[str,
                     if known
                     else "–"
                 ),
-                "fact": "not reached" if value is None else say(value),
+                "fact": unknown if value is None else say(value),
                 "inside": (
                     "–" if value is None or not known
                     else "inside" if within(value, (low, high)) else "outside"

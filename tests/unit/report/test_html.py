@@ -17,7 +17,10 @@ from paceline.cli.app import app
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished, Interrupted
 from paceline.core.state import describe
+from paceline.report.collect import Record
 from paceline.report.page import brief, page, record_of
+from paceline.report.sentences import in_time
+from paceline.report.tables import forecast_rows
 
 DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
 SECTIONS = ["what", "loss", "timeline", "slow", "steps", "parts", "forecast", "again"]
@@ -179,6 +182,31 @@ def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     assert "the loss fell from 3 to 2" in words
 
 
+def lost(*losses: float) -> Record:
+    """Return a run of one worker whose results told these losses."""
+    journal = Journal(Header(policy="x", batch=1))
+    coordinator = pl.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.Joined("w0"))
+    for task, loss in enumerate(losses):
+        coordinator.handle(task + 1.0, Finished(task, 1, stats={"loss": loss}))
+    return record_of({"main": journal})
+
+
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_a_run_that_diverged_is_called_so(last: str) -> None:
+    words = check(page(lost(3.0, 9.0, float(last)))).words
+    told = f"the loss went from 3 to {last}: the last one is not a finite number"
+    assert told in words and f" loss {last} from 3 " in words and f"loss 3 -> {last}" in words
+    words = check(page(lost(3.0))).words
+    assert "with a loss of 3;" in words and " loss 3 from 3 " in words
+
+
+def test_a_loss_that_was_never_a_number_was_told() -> None:
+    words = check(page(lost(*[float("nan")] * 3))).words
+    assert "with a loss that was never a finite number" in words and " loss nan " in words
+    assert "Results told their loss" in words and "No result told its loss" not in words
+
+
 def test_a_run_without_losses() -> None:
     engine = pl.Simulator(2, pl.Fixed(1.0))
     run = pl.Trainer(pl.Timing(batch_size=4), pl.sync(), engine, progress=False).fit(steps=3)
@@ -222,7 +250,7 @@ def test_a_resumed_run_tells_what_came_after(tmp_path: Path) -> None:
     trainer().fit(steps=10)
     run = trainer().resume(tmp_path / "saved").fit(steps=25)
     words = check(page(record_of(run.journals, run.reason))).words
-    assert "at step 10: all figures are of what came after" in words
+    assert "at step 10: figures are of what came after, but times and steps count" in words
     assert "4 workers took 15 steps" in words
 
 
@@ -304,6 +332,43 @@ def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
     inside = "inside" if low <= seconds <= high else "outside"
     assert f"{inside} the interval" in words and "target 0.5" in words
     assert f" {seconds:.3g} s " in words and f" {run.metrics['step'][at]:.0f} " in words
+
+
+def test_a_forecast_beside_the_fact_of_a_resumed_run(tmp_path: Path) -> None:
+    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    prices = pl.Prices(per_hour=1.0, per_gigabyte=1.0)
+
+    def quadratic() -> pl.Quadratic:
+        return pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.02, batch_size=12)
+
+    profile = pl.profile(quadratic(), engine, seconds=60, prices=prices)
+    plan = pl.plan(profile, target=0.5, learning_rate=0.02)
+    saves = pl.Checkpoints(tmp_path / "saved")
+
+    def trainer() -> pl.Trainer:
+        return pl.Trainer(
+            quadratic(), plan, engine, prices=prices, progress=False, checkpoints=saves
+        )
+
+    trainer().fit(steps=5)
+    run = trainer().resume(tmp_path / "saved").fit(steps=300)
+    found = np.flatnonzero(run.metrics["loss"] <= 0.5)
+    assert len(found) and found[0] > 0, "the target is to be reached after it was resumed"
+    at = int(found[0])
+    seconds, step = run.metrics["seconds"][at], run.metrics["step"][at]
+    assert step == at + 6
+    record = record_of(run.journals, run.reason)
+    assert f"and it took {in_time(seconds)}, " in check(page(record)).words
+    forecast = (record.header.about or {})["forecast"]
+    rows = {row["name"]: row for row in forecast_rows(forecast, record)}
+    assert rows["time"]["fact"] == in_time(seconds) and rows["time"]["inside"] != "–"
+    assert rows["steps"]["fact"] == f"{step:.0f}"
+    for name in ("cost", "messages"):
+        assert rows[name]["fact"] == "not known: the run was resumed"
+        assert rows[name]["ratio"] == rows[name]["inside"] == "–"
+    easy = {**forecast, "target": 1e9}
+    facts = {row["fact"] for row in forecast_rows(easy, record)}
+    assert facts == {"before this run was resumed"}
 
 
 def test_what_was_planned_anew_is_told() -> None:
