@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from paceline.report.sentences import (
 from paceline.report.svg import plain
 from paceline.report.tables import forecast_rows, settings, workers_table
 from paceline.report.text import FORGOTTEN, forecast_line, in_bytes, in_dollars, summary
+from paceline.report.whole import whole
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("paceline.report"),
@@ -100,6 +102,7 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | 
         settings=settings(record, about, engine),
         full_policy=header.policy,
         journals=journals,
+        replays=[f"paceline replay {quote(name)}" for name in journals],
     )
 
 
@@ -113,9 +116,8 @@ def write_page(
     target = Path(path)
     if target.resolve() in [Path(name).resolve() for name in journals]:
         raise ValueError(f"{path} is the journal itself; give another name, such as run.html")
-    text = page(record, journals, changes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    with whole(target) as partial:
+        partial.write_text(page(record, journals, changes), encoding="utf-8")
     return target
 
 

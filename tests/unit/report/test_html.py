@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -149,6 +150,13 @@ def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., R
     assert path.read_bytes() == before
 
 
+def test_the_command_that_replays_is_one_for_a_shell(tmp_path: Path) -> None:
+    path = tmp_path / "a;b c.jsonl"
+    run = ran(pl.sync(), steps=2, journal=path)
+    words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
+    assert f"paceline replay '{path}'" in words
+
+
 def test_without_prices_and_messages_there_is_nothing_of_them(tmp_path: Path) -> None:
     run = ran(pl.k_sync(3))
     words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
@@ -168,7 +176,7 @@ def test_names_are_texts_and_never_tags() -> None:
     text = page(record_of({"main": journal}), [evil], [evil])
     words = check(text).words
     assert "<script" not in text.lower()
-    assert f"paceline replay {evil}" in words and f"it ended with “{evil}”" in words
+    assert f"paceline replay {shlex.quote(evil)}" in words and f"it ended with “{evil}”" in words
 
 
 def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
