@@ -23,8 +23,9 @@ from paceline.callbacks import Live, Progress
 from paceline.core.journal import Entry, Header
 from paceline.core.protocol import Cancel, Event, Finished, Joined, Left, Start, Step, Task, Work
 from paceline.live import LiveView, Noted, moment, render
-from paceline.report.glance import as_html, glance, in_seconds, in_short, sparkline
+from paceline.report.glance import as_html, glance, in_short, sparkline
 from paceline.report.metrics import Meter
+from paceline.report.words import in_seconds
 
 THREAD = "paceline-live"
 

@@ -19,9 +19,7 @@ from paceline.report.lanes import ROWS, selection, timeline
 from paceline.report.sentences import (
     diverged,
     duration,
-    in_time,
     losses,
-    number,
     three,
     warnings,
 )
@@ -29,6 +27,7 @@ from paceline.report.svg import plain
 from paceline.report.tables import forecast_rows, settings, workers_table
 from paceline.report.text import FORGOTTEN, forecast_line, in_bytes, in_dollars, summary
 from paceline.report.whole import whole
+from paceline.report.words import in_time, number, shortened
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("paceline.report"),
@@ -37,7 +36,6 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_LONGEST = 120  # characters of a title
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,7 @@ def brief(policy: str) -> str:
             words.append("…")
         if char in "([{":
             depth += 1
-    text = "".join(words)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return shortened("".join(words))
 
 
 def _numbers(record: Record) -> list[Big]:

@@ -12,32 +12,11 @@ from paceline.report.collect import UNFINISHED, Record, missing
 from paceline.report.metrics import Meter
 from paceline.report.svg import plain
 from paceline.report.text import FORGOTTEN, in_bytes, in_dollars
+from paceline.report.words import in_time, number
 
 _SLOW = 0.67  # of the median speed: who is below is called slow
 _CANCELLED = 0.5  # of a worker's tasks: from here on its speed is known too badly to praise it
 _STUCK = 3.0  # times the median time of a task: who needs more for its first one is named
-
-
-def in_time(seconds: float) -> str:
-    """Return a time as people say it.
-
-    >>> in_time(0.0123), in_time(135.2), in_time(4000), in_time(90000), in_time(1e6)
-    ('12.3 ms', '135 s', '66.7 min', '25 h', '11.6 days')
-    """
-    units = (("days", 86400.0, 3.0), ("h", 3600.0, 2.0), ("min", 60.0, 5.0), ("s", 1.0, 1.0))
-    for unit, size, least in units:
-        if seconds >= least * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
-
-
-def number(count: int, name: str) -> str:
-    """Return a count and what it is of.
-
-    >>> number(1, "step"), number(12_000, "step")
-    ('1 step', '12,000 steps')
-    """
-    return f"{count:,} {name}" + ("" if count == 1 else "s")
 
 
 def losses(meter: Meter) -> list[float]:

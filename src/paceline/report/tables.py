@@ -11,10 +11,11 @@ from paceline.core.protocol import WorkerId
 from paceline.report.charts import Scale, of_bytes, of_time
 from paceline.report.collect import Record
 from paceline.report.lanes import picked
-from paceline.report.sentences import in_time, reached, reached_before, within
+from paceline.report.sentences import reached, reached_before, within
 from paceline.report.slow import Price
 from paceline.report.svg import plain
 from paceline.report.text import in_bytes, in_dollars
+from paceline.report.words import in_time
 
 _SHOWN = ("policy", "engine", "seed", "versions", "forecast", "codec", "down", "batch_size")
 
