@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from paceline.callbacks import Live, Progress
 from paceline.core.journal import Entry, Header
 from paceline.core.protocol import Cancel, Event, Finished, Joined, Left, Start, Step, Task, Work
 from paceline.live import LiveView, Noted, moment, render
-from paceline.report.glance import as_html, glance, in_seconds, in_short, sparkline
+from paceline.report.glance import as_html, glance, in_short, sparkline
 from paceline.report.metrics import Meter
+from paceline.report.words import in_seconds
 
 THREAD = "paceline-live"
 
@@ -38,7 +40,11 @@ class Books:
 
     def see(self, now: float, event: Event, *commands: Start | Step | Cancel) -> None:
         self.now = now
-        self.meter.observe(Entry(now, event, commands))
+        told = [
+            Start(replace(each.task, since=now)) if isinstance(each, Start) else each
+            for each in commands
+        ]
+        self.meter.observe(Entry(now, event, tuple(told)))
 
     def start(self, worker: str, samples: int = 4) -> Start:
         self._id += 1
@@ -95,8 +101,8 @@ def test_figures_of_each_worker() -> None:
         "waiting 38%  samples/s 2  wasted 0%  workers 2",
         "",
         "worker state            speed          used wasted delay      up    down   seen",
-        "w0     computing 2.5 s      4 ━━━━━━━━  29%     0%   0.0    1 kB    2 kB  5.5 s",
-        "w1     idle                 1 ━━────── 100%     0%   0.0    1 kB    1 kB  2.5 s",
+        "w0     computing 2.5 s   1.14 ━━━━━━━━  29%     0%   0.0    1 kB    2 kB  5.5 s",
+        "w1     idle                 1 ━━━━━━━─ 100%     0%   0.0    1 kB    1 kB  2.5 s",
     ]
 
 

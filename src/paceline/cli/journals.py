@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from paceline.report.collect import Record
 
 JOURNAL = click.Path(exists=True, dir_okay=False, path_type=Path)
-_LONGEST = 120  # characters of an engine's text
 
 
 @click.command()
@@ -75,10 +74,10 @@ def compare(journals: Sequence[Path], as_json: bool) -> None:
 def as_text(record: Record) -> str:
     """Return a run in a few lines."""
     from paceline.report.text import forecast_line, summary
+    from paceline.report.words import shortened
 
     header, about = record.header, record.header.about or {}
-    engine = str(about.get("engine", "an unknown engine"))
-    engine = engine if len(engine) <= _LONGEST else f"{engine[: _LONGEST - 1]}…"
+    engine = shortened(str(about.get("engine", "an unknown engine")))
     lines = [f"{policy_of(header)} on {engine}"]
     nodes = len(record.headers) if record.is_peers else None
     lines.append(summary(record.meter, record.reason, header.batch, nodes))

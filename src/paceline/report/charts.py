@@ -24,6 +24,7 @@ from paceline.report.svg import (
     polyline,
 )
 from paceline.report.timeline import Floats
+from paceline.report.words import TIMES
 
 POINTS = 1000
 """That a curve has at most: the least and the most of each stretch of a longer one."""
@@ -65,8 +66,7 @@ def of_time(most: float, name: str = "time") -> Scale:
     >>> of_time(90).unit, of_time(7200).unit, of_time(1e5).unit, of_time(0.01).unit
     ('s', 'min', 'h', 'ms')
     """
-    units = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
-    unit = next((each for each in units if most >= 5 * each[1]), units[-1])
+    unit = next((each for each in TIMES if most >= 5 * each[1]), TIMES[-1])
     return Scale(name, *unit)
 
 

@@ -59,6 +59,11 @@ class Record:
         return self.is_peers or self.stale > STALE * self.meter.used
 
     @property
+    def is_refilling(self) -> bool:
+        """Whether workers that are done go on with another task until a step is taken."""
+        return not self.is_asynchronous and self.waits.is_refilling(self.meter.waiting)
+
+    @property
     def end(self) -> float:
         """The seconds at which the last entry was written."""
         return max(meter.now for meter in self.meters.values())

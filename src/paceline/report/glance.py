@@ -13,6 +13,7 @@ from paceline.core.journal import Header
 from paceline.core.protocol import WorkerId
 from paceline.report.metrics import Meter
 from paceline.report.text import in_bytes, in_dollars, throughput
+from paceline.report.words import in_seconds, shortened
 from paceline.report.workers import Tally
 
 State: TypeAlias = Literal["computing", "late", "idle", "there", "gone"]
@@ -23,7 +24,6 @@ MANY = 16
 """Workers; of more than that the slowest and the quickest are shown."""
 LATE = 3.0
 """Times the time that a task takes most workers, from which on one is marked as late."""
-_LONGEST = 120  # characters of a policy's text
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -97,8 +97,7 @@ def glance(
     forecast = about.get("forecast")
     outlook = None if forecast is None else outlook_of(forecast, now if workers else 0.0, reached)
     slow, more, quick = chosen(rows_of(workers, now, bool(reason)), most)
-    policy = str(about.get("policy", header.policy))
-    policy = policy if len(policy) <= _LONGEST else f"{policy[: _LONGEST - 1]}…"
+    policy = shortened(str(about.get("policy", header.policy)))
     return Glance(policy, figures, losses, outlook, slow, more, quick, reason)
 
 
@@ -113,7 +112,8 @@ def _recent(losses: Sequence[float], nodes: int) -> list[float]:
 
 def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -> list[Row]:
     """Return what is known of each worker. `over`: nobody computes any more."""
-    quickest = max((tally.speed for tally in workers.values()), default=0.0)
+    speeds = {name: tally.speed(now) for name, tally in workers.items()}
+    quickest = max(speeds.values(), default=0.0)
     took = [tally.finished_seconds / tally.finished for tally in workers.values() if tally.finished]
     late = LATE * median(took) if took else inf
     rows = []
@@ -134,7 +134,7 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
         cells = {
             "worker": name,
             "state": told,
-            "speed": in_short(tally.speed) if tally.finished else "–",
+            "speed": in_short(speeds[name]) if tally.finished else "–",
             "used": f"{min(tally.share_used(now), 1.0):.0%}" if settled else "–",
             "wasted": f"{tally.wasted / settled:.0%}" if settled else "–",
             "delay": _versions(tally.mean_delay) if tally.used else "–",
@@ -142,8 +142,8 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
             "down": in_bytes(tally.down_bytes),
             "seen": in_seconds(unseen),
         }
-        part = tally.speed / quickest if quickest else 0.0
-        rows.append(Row(state, tally.speed, part, cells))
+        part = speeds[name] / quickest if quickest else 0.0
+        rows.append(Row(state, speeds[name], part, cells))
     return rows
 
 
@@ -197,21 +197,6 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(
         _BLOCKS[round((value - low) * scale)] if isfinite(value) else "×" for value in values
     )
-
-
-def in_seconds(seconds: float) -> str:
-    """Return a time in six characters or fewer.
-
-    >>> [in_seconds(each) for each in (0.04, 9.96, 599, 600, 7200, 86400 * 12)]
-    ['0.0 s', '10 s', '599 s', '10 min', '2.0 h', '288 h']
-    """
-    if seconds >= 99.5 * 60:
-        count, unit = seconds / 3600, "h"
-    elif seconds >= 599.5:
-        count, unit = seconds / 60, "min"
-    else:
-        count, unit = seconds, "s"
-    return f"{count:.1f} {unit}" if count < 9.95 else f"{count:.0f} {unit}"
 
 
 def in_short(number: float) -> str:

@@ -30,7 +30,7 @@ def timeline(record: Record, title: str) -> Figure:
     """Draw a lane for each worker: what it computed, whether that was used, when it was gone."""
     tallies = record.workers
     workers = list(tallies)
-    shown = [workers[i] for i in picked(workers, [t.speed for t in tallies.values()])]
+    shown = [workers[i] for i in picked(workers, [t.speed(record.end) for t in tallies.values()])]
     begin, end = record.timeline.origin, max(record.end, record.timeline.origin + 1e-9)
     across = of_time(end)
     tall = 15.0 if len(shown) <= 24 else 9.0
@@ -112,7 +112,7 @@ def selection(record: Record, title: str) -> Figure:
     """Draw for each worker the share of the steps that used it, over time: darker is more."""
     tallies = record.workers
     workers = list(tallies)
-    shown = [workers[i] for i in picked(workers, [t.speed for t in tallies.values()])]
+    shown = [workers[i] for i in picked(workers, [t.speed(record.end) for t in tallies.values()])]
     seconds = np.array(record.meter.columns["seconds"])
     begin, end = record.timeline.origin, float(seconds[-1])
     across = of_time(end)

@@ -87,6 +87,7 @@ class Meter:
     workers: dict[WorkerId, Tally] = field(default_factory=dict)
     listener: Callable[[Span], None] | None = None  # told of each task when its fate is known
     last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
+    last_loss: float | None = None  # of the last step whose results told one, nan if they told nan
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     _now: float = 0.0
     _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Meter:
                 self._join(worker)
             case Left(worker):
                 for id in list(self._of_worker.get(worker, ())):
-                    self._settle(self._end(id), entry.now, "lost")
+                    self._settle(self._give_up(id), entry.now, "lost")
                 self._leave(worker)
         for command in entry.commands:
             match command:
@@ -148,7 +149,7 @@ class Meter:
                     else:
                         self.samples_started += task.computed
                 case Cancel(id):
-                    self._settle(self._end(id), entry.now, "cancelled")
+                    self._settle(self._give_up(id), entry.now, "cancelled")
                 case Discard(id):
                     if (result := self._held.pop(id, None)) is not None:
                         self._settle(result.task, result.at, "discarded", result.samples)
@@ -220,6 +221,8 @@ class Meter:
         }
         for name, value in row.items():
             self.columns[name].append(value)
+        if total:
+            self.last_loss = row["loss"]
         self.last_weights = {}
         for weight, result in zip(step.weights.values(), results, strict=True):
             for tile, count in (result.task.work.tiles or {}).items():
@@ -268,11 +271,16 @@ class Meter:
         self._charged.pop(id, None)
         tasks = self._of_worker[task.worker]
         tasks.discard(id)
-        self.workers[task.worker].end(self._now)
+        self.workers[task.worker].end(task, self._now)
         if not tasks:
             self._busy -= 1
             if not self.prices.idle:
                 self._release(task.worker, self._busy)
+        return task
+
+    def _give_up(self, id: TaskId) -> Task:
+        task = self._end(id)
+        self.workers[task.worker].give_up(task, self._now)
         return task
 
     def _hire(self, worker: WorkerId) -> None:

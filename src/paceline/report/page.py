@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,17 @@ from paceline.report.charts import Figure, Scale, bars, curve, of_bytes, of_time
 from paceline.report.collect import Record, collected
 from paceline.report.lanes import ROWS, selection, timeline
 from paceline.report.sentences import (
+    diverged,
     duration,
-    in_time,
     losses,
-    number,
     three,
     warnings,
 )
 from paceline.report.svg import plain
 from paceline.report.tables import forecast_rows, settings, workers_table
 from paceline.report.text import FORGOTTEN, forecast_line, in_bytes, in_dollars, summary
+from paceline.report.whole import whole
+from paceline.report.words import in_time, number, shortened
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("paceline.report"),
@@ -34,7 +36,6 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_LONGEST = 120  # characters of a title
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,14 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | 
         numbers=_numbers(record),
         summary=_text(record),
         losses=_losses(record) if losses(meter) else [],
+        told=meter.last_loss is not None,
         timeline=timeline(record, "What every worker did over time") if record.workers else None,
         exact=record.timeline.exact is not None,
         hidden=max(len(record.workers) - ROWS, 0),
         slow=workers_table(record),
         asynchronous=record.is_asynchronous,
+        refilling=record.is_refilling,
+        awaited=not (record.is_asynchronous or record.is_refilling),
         peers=record.is_peers,
         figures=_over_time(record) if steps else [],
         selection=(
@@ -96,6 +100,7 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | 
         settings=settings(record, about, engine),
         full_policy=header.policy,
         journals=journals,
+        replays=[f"paceline replay {quote(name)}" for name in journals],
     )
 
 
@@ -109,9 +114,8 @@ def write_page(
     target = Path(path)
     if target.resolve() in [Path(name).resolve() for name in journals]:
         raise ValueError(f"{path} is the journal itself; give another name, such as run.html")
-    text = page(record, journals, changes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    with whole(target) as partial:
+        partial.write_text(page(record, journals, changes), encoding="utf-8")
     return target
 
 
@@ -139,17 +143,19 @@ def brief(policy: str) -> str:
             words.append("…")
         if char in "([{":
             depth += 1
-    text = "".join(words)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return shortened("".join(words))
 
 
 def _numbers(record: Record) -> list[Big]:
     meter = record.meter
     columns, known = meter.columns, losses(meter)
     seconds, samples = duration(meter), sum(columns["samples"])
+    last = plain(known[-1]) if known else "–"
+    if diverged(meter):
+        last = str(meter.last_loss)
     found = [
         Big("time", in_time(seconds), number(len(columns["step"]), "step")),
-        Big("loss", plain(known[-1]) if known else "–", f"from {plain(known[0])}" if known else ""),
+        Big("loss", last, f"from {plain(known[0])}" if known else ""),
         Big(
             "samples/s",
             plain(samples / seconds) if seconds > 0 else "–",

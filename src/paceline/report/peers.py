@@ -41,6 +41,7 @@ class PeersMeter:
         for name, value in row.items():
             total.columns[name].append(value)
         total.weigh(meter.last_weights)
+        total.last_loss = meter.last_loss
         return True
 
     def lines(self, spread: float | None = None) -> str:

@@ -27,6 +27,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.report.metrics import Meter
+from paceline.report.whole import whole
 from paceline.report.workers import Span, in_order
 
 Source: TypeAlias = Journal | Path | str
@@ -49,19 +50,13 @@ def write(journals: Source | Sequence[Source], path: Path | str) -> int:
     Journals are read once and never held in memory. A name that ends with .gz is compressed.
     """
     several = [journals] if isinstance(journals, Journal | Path | str) else list(journals)
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.partial")  # nobody opens half a trace
-    count = 0
-    try:
-        with _open(partial, compress=target.suffix == ".gz") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[')
-            for count, event in enumerate(_all(several), 1):
-                file.write("\n" if count == 1 else ",\n")
-                file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
-            file.write("\n]}\n")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    compress, count = Path(path).suffix == ".gz", 0
+    with whole(path) as partial, _open(partial, compress) as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for count, event in enumerate(_all(several), 1):
+            file.write("\n" if count == 1 else ",\n")
+            file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
+        file.write("\n]}\n")
     return count
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 from statistics import median
 from typing import Any
 
@@ -12,35 +12,21 @@ from paceline.report.collect import UNFINISHED, Record, missing
 from paceline.report.metrics import Meter
 from paceline.report.svg import plain
 from paceline.report.text import FORGOTTEN, in_bytes, in_dollars
+from paceline.report.words import in_time, number
 
 _SLOW = 0.67  # of the median speed: who is below is called slow
-
-
-def in_time(seconds: float) -> str:
-    """Return a time as people say it.
-
-    >>> in_time(0.0123), in_time(135.2), in_time(4000), in_time(90000), in_time(1e6)
-    ('12.3 ms', '135 s', '66.7 min', '25 h', '11.6 days')
-    """
-    units = (("days", 86400.0, 3.0), ("h", 3600.0, 2.0), ("min", 60.0, 5.0), ("s", 1.0, 1.0))
-    for unit, size, least in units:
-        if seconds >= least * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
-
-
-def number(count: int, name: str) -> str:
-    """Return a count and what it is of.
-
-    >>> number(1, "step"), number(12_000, "step")
-    ('1 step', '12,000 steps')
-    """
-    return f"{count:,} {name}" + ("" if count == 1 else "s")
+_CANCELLED = 0.5  # of a worker's tasks: from here on its speed is known too badly to praise it
+_STUCK = 3.0  # times the median time of a task: who needs more for its first one is named
 
 
 def losses(meter: Meter) -> list[float]:
     """Return the losses that are numbers."""
     return [loss for loss in meter.columns["loss"] if isfinite(loss)]
+
+
+def diverged(meter: Meter) -> bool:
+    """Tell whether the last loss that was told is no finite number."""
+    return meter.last_loss is not None and not isfinite(meter.last_loss)
 
 
 def duration(meter: Meter) -> float:
@@ -70,6 +56,12 @@ def reached(forecast: Mapping[str, Any], meter: Meter) -> Reached | None:
     return None
 
 
+def reached_before(forecast: Mapping[str, Any], meter: Meter) -> bool:
+    """Tell whether a run was at the target when it was resumed."""
+    losses = meter.columns["loss"]
+    return bool(meter.began and losses and losses[0] <= forecast["target"])
+
+
 def within(value: float, interval: tuple[float | None, float | None]) -> bool:
     """Tell whether a value is in an interval; None is infinity: not reached."""
     low, high = interval
@@ -89,7 +81,14 @@ def _happened(record: Record) -> str:
         text = f"No step was taken by {who} in {in_time(record.end - meter.began)}"
     else:
         text = f"{who} took {number(steps, 'step')} in {in_time(duration(meter))}"
-        if not known:
+        if diverged(meter) and not known:
+            text += ", with a loss that was never a finite number"
+        elif diverged(meter):
+            text += (
+                f", in which the loss went from {plain(known[0])} to {meter.last_loss}: the last "
+                "one is not a finite number"
+            )
+        elif not known:
             text += ", with a loss that is not known"
         elif len(known) == 1:
             text += f", with a loss of {plain(known[0])}"
@@ -103,12 +102,25 @@ def _happened(record: Record) -> str:
 
 def slowest(record: Record) -> tuple[str, float, float] | None:
     """Return who was slow, its speed, and that over the median of the others."""
-    speeds = {name: tally.speed for name, tally in record.workers.items() if tally.finished}
+    now = record.end
+    speeds = {name: tally.speed(now) for name, tally in record.workers.items() if tally.finished}
     if len(speeds) < 2:
         return None
     name = min(speeds, key=lambda each: speeds[each])
     others = median(speed for other, speed in speeds.items() if other != name)
     return (name, speeds[name], speeds[name] / others) if others else None
+
+
+def without_result(record: Record) -> list[str]:
+    """Return who never finished a task, although it had the time to."""
+    tallies, now = record.workers, record.end
+    took = [tally.finished_seconds / tally.finished for tally in tallies.values() if tally.finished]
+    long = _STUCK * median(took) if took else inf
+    return [
+        name
+        for name, tally in tallies.items()
+        if not tally.finished and (tally.wasted or (tally.running and now - tally.began > long))
+    ]
 
 
 def _worked(record: Record) -> str:
@@ -119,14 +131,21 @@ def _worked(record: Record) -> str:
     if meter.started:
         text += f" ({meter.wasted / meter.started:.0%})"
     text += f", and workers waited for {meter.waiting:.0%} of their time"
-    never = [name for name, tally in record.workers.items() if not tally.finished and tally.wasted]
-    found = slowest(record)
+    never, found = without_result(record), slowest(record)
     if never:
         more = f" and {len(never) - 1} more" if len(never) > 1 else ""
         return f"{text}; {never[0]}{more} never finished a task."
     if found is None:
         return f"{text}."
     name, speed, share = found
+    cancelled = {
+        each: tally.cancelled / (tally.cancelled + tally.finished)
+        for each, tally in record.workers.items()
+        if tally.finished
+    }
+    most = max(cancelled, key=lambda each: cancelled[each])
+    if share > _SLOW and cancelled[most] > _CANCELLED:
+        return f"{text}; of {most}’s tasks {cancelled[most]:.0%} were cancelled, the most of all."
     if share > _SLOW:
         return f"{text}; nobody was slow: even {name} had {share:.0%} of the others’ median speed."
     return (
@@ -162,7 +181,7 @@ def _right(forecast: Mapping[str, Any], meter: Meter) -> str:
         f"; the forecast said {'never' if middle is None else in_time(middle)} ({low} to {high}) "
         f"to a loss of {plain(target)}"
     )
-    if meter.began and meter.columns["loss"] and meter.columns["loss"][0] <= target:
+    if reached_before(forecast, meter):
         return f"{told}, which was reached before this run was resumed"
     fact = reached(forecast, meter)
     if fact is None:
@@ -177,7 +196,9 @@ def warnings(record: Record) -> list[str]:
     if meter.began or record.header.state is not None:
         found.append(
             f"This run was resumed after {in_time(meter.began)}, at step "
-            f"{meter.version - len(meter.columns['step']):,}: all figures are of what came after."
+            f"{meter.version - len(meter.columns['step']):,}: figures are of what came after, but "
+            "times and steps count from the start of the run wherever they are along an axis or "
+            "beside a forecast."
         )
     if record.reason == UNFINISHED:
         found.append(

@@ -11,10 +11,11 @@ from paceline.core.protocol import WorkerId
 from paceline.report.charts import Scale, of_bytes, of_time
 from paceline.report.collect import Record
 from paceline.report.lanes import picked
-from paceline.report.sentences import in_time, reached, within
+from paceline.report.sentences import reached, reached_before, within
 from paceline.report.slow import Price
 from paceline.report.svg import plain
 from paceline.report.text import in_bytes, in_dollars
+from paceline.report.words import in_time
 
 _SHOWN = ("policy", "engine", "seed", "versions", "forecast", "codec", "down", "batch_size")
 
@@ -24,7 +25,7 @@ def workers_table(record: Record) -> dict[str, Any]:
     now, tallies = record.end, record.workers
     workers = list(tallies)
     prices: dict[WorkerId, Price] = {}
-    if not record.is_asynchronous:
+    if not (record.is_asynchronous or record.is_refilling):
         prices = record.waits.prices(sorted(workers, key=record.row), tallies)
     waited = {name: record.waits.waited(record.row(name)) for name in workers}
     longest = [seconds for seconds, _ in waited.values()] + [p.seconds for p in prices.values()]
@@ -32,14 +33,15 @@ def workers_table(record: Record) -> dict[str, Any]:
     sizes = [size for tally in tallies.values() for size in (tally.down_bytes, tally.up_bytes)]
     data = of_bytes(max(sizes, default=0), "")
     rows: list[dict[str, str]] = []
-    shown = picked(workers, [tally.speed for tally in tallies.values()])
-    for worker in sorted((workers[i] for i in shown), key=lambda each: tallies[each].speed):
+    speeds = {name: tally.speed(now) for name, tally in tallies.items()}
+    shown = picked(workers, list(speeds.values()))
+    for worker in sorted((workers[i] for i in shown), key=lambda each: speeds[each]):
         tally, (seconds, times) = tallies[worker], waited[worker]
         busy, there = tally.busy_seconds(now), tally.there_seconds(now)
         rows.append(
             {
                 "worker": worker,
-                "speed": plain(tally.speed) if tally.finished else "–",
+                "speed": plain(speeds[worker]) if tally.finished else "–",
                 "tasks": f"{tally.started:,}",
                 "used": f"{tally.used:,}",
                 "wasted": f"{tally.wasted:,}",
@@ -70,15 +72,24 @@ def _added(price: Price | None, scale: Scale) -> str:
 
 
 def forecast_rows(forecast: Mapping[str, Any], record: Record) -> list[dict[str, str]]:
-    """Return what was forecast beside what it was."""
-    fact = None if record.meter.began else reached(forecast, record.meter)
+    """Return what was forecast beside what it was.
+
+    A journal of a resumed run tells its time and steps since the start, and not what was spent
+    before.
+    """
+    meter = record.meter
+    before = reached_before(forecast, meter)
+    fact = None if before else reached(forecast, meter)
+    missing = "before this run was resumed" if before else "not reached"
     told = {"seconds": in_time, "steps": plain, "dollars": in_dollars, "bytes": in_bytes}
     rows = []
     for name, say in told.items():
         middle = forecast.get(name)
         low, high = forecast["intervals"].get(name, (None, None))
         known = name in forecast["intervals"]
-        value = None if fact is None else getattr(fact, name)
+        value, unknown = None if fact is None else getattr(fact, name), missing
+        if meter.began and fact is not None and name in ("dollars", "bytes"):
+            value, unknown = None, "not known: the run was resumed"
         if name == "dollars" and not (middle or value):
             continue
         rows.append(
@@ -90,7 +101,7 @@ def forecast_rows(forecast: Mapping[str, Any], record: Record) -> list[dict[str,
                     if known
                     else "–"
                 ),
-                "fact": "not reached" if value is None else say(value),
+                "fact": unknown if value is None else say(value),
                 "inside": (
                     "–" if value is None or not known
                     else "inside" if within(value, (low, high)) else "outside"

@@ -27,8 +27,9 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
     title = f"{steps} steps in {seconds:.4g} s"
     if nodes is not None:
         title = f"{steps} steps of {_number(nodes, 'node')} in {seconds:.4g} s"
-    if losses:
-        title += f", loss {losses[0]:.4g} -> {losses[-1]:.4g}"
+    last = losses[-1] if losses and meter.last_loss is None else meter.last_loss
+    if last is not None:  # which may be nan: then it diverged
+        title += f", loss {losses[0] if losses else last:.4g} -> {last:.4g}"
     per_step = samples / steps if steps else 0.0
     per_second = samples / seconds if seconds > 0 else 0.0
     delay = sum(columns["delay"]) / steps if steps else 0.0

@@ -54,6 +54,7 @@ class Tally:
     finished: int = 0  # results, whatever became of them
     finished_samples: int = 0
     finished_seconds: float = 0.0  # from the start of their tasks until they came
+    given_up_seconds: float = 0.0  # spent on tasks that were cancelled or lost before
     latest: float = 0.0  # samples a second of the last of them
     compute_seconds: float = 0.0  # measured by the worker itself
     used_seconds: float = 0.0  # spent on what was used
@@ -61,6 +62,7 @@ class Tally:
     up_bytes: int = 0
     _busy: float = 0.0  # until it was idle last
     _there: float = 0.0  # until it was lost last
+    _starts: float = 0.0  # of the tasks that it has, summed
 
     @property
     def wasted(self) -> int:
@@ -68,14 +70,20 @@ class Tally:
         return self.cancelled + self.discarded + self.lost
 
     @property
-    def speed(self) -> float:
-        """Samples a second, from a task's start until its result is there; 0.0 if none came."""
-        return self.finished_samples / self.finished_seconds if self.finished_seconds else 0.0
-
-    @property
     def mean_delay(self) -> float:
         """How many versions its results were behind when they were used."""
         return self.delay / self.used if self.used else 0.0
+
+    def speed(self, now: float) -> float:
+        """Return the samples of its results over the seconds of all its tasks; 0.0 if none came.
+
+        Time on tasks that were cancelled or lost, or that go on, counts although nothing came of
+        it: whoever is cancelled when slow would look quick by the tasks that it finished. This is
+        the rate of greatest likelihood where the ends of some tasks were not seen.
+        """
+        running = max(self.running * now - self._starts, 0.0) if self.running else 0.0
+        seconds = self.finished_seconds + self.given_up_seconds + running
+        return self.finished_samples / seconds if seconds > 0 else 0.0
 
     def busy_seconds(self, now: float) -> float:
         """Return for how long it had a task."""
@@ -105,12 +113,19 @@ class Tally:
         if not self.running:
             self.began = now
         self.running += 1
+        self._starts += task.since
         self.version = task.version
 
-    def end(self, now: float) -> None:
+    def end(self, task: Task, now: float) -> None:
         self.running -= 1
+        self._starts -= task.since
         if not self.running:
+            self._starts = 0.0  # and rounding leaves nothing behind
             self._busy += now - self.began
+
+    def give_up(self, task: Task, now: float) -> None:
+        """Count a task that ended without a result."""
+        self.given_up_seconds += max(now - task.since, 0.0)
 
     def finish(self, now: float, task: Task, samples: int, seconds: float) -> None:
         """Count a result that somebody waited for."""

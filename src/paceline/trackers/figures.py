@@ -66,7 +66,11 @@ FIGURES = (
     Figure("cost/dollars", "none without prices", lambda p, live: _dollars(p, live), grows=True),
 )
 WORKER_FIGURES = (
-    WorkerFigure("worker_speed", "samples per second, of its results", lambda t, _: t.speed),
+    WorkerFigure(
+        "worker_speed",
+        "samples of its results per second of all its tasks",
+        lambda t, now: t.speed(now),
+    ),
     WorkerFigure(
         "worker_share_used",
         "share of its busy time that went into results which were used",

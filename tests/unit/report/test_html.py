@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,10 @@ from paceline.cli.app import app
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished, Interrupted
 from paceline.core.state import describe
+from paceline.report.collect import Record
 from paceline.report.page import brief, page, record_of
+from paceline.report.tables import forecast_rows
+from paceline.report.words import in_time
 
 DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
 SECTIONS = ["what", "loss", "timeline", "slow", "steps", "parts", "forecast", "again"]
@@ -118,8 +122,9 @@ def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path
     assert f"paceline replay {tmp_path / 'run.jsonl'}" in words
     assert "by dollars" in words and "by bytes" in words
     asynchronous = float(run.metrics["delay"].mean()) > 0.1
-    assert ("What waiting costs is not told" in words) == asynchronous
-    assert ("Waited for it In the steps" in words) == (not asynchronous)
+    refilling = record_of(run.journals).is_refilling
+    assert ("What waiting costs is not told" in words) == (asynchronous or refilling)
+    assert ("Waited for it In the steps" in words) == (not asynchronous and not refilling)
 
 
 def test_the_command_writes_the_same_page_as_the_run(
@@ -145,6 +150,13 @@ def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., R
     assert path.read_bytes() == before
 
 
+def test_the_command_that_replays_is_one_for_a_shell(tmp_path: Path) -> None:
+    path = tmp_path / "a;b c.jsonl"
+    run = ran(pl.sync(), steps=2, journal=path)
+    words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
+    assert f"paceline replay '{path}'" in words
+
+
 def test_without_prices_and_messages_there_is_nothing_of_them(tmp_path: Path) -> None:
     run = ran(pl.k_sync(3))
     words = check(run.report(tmp_path / "a.html").read_text(encoding="utf-8")).words
@@ -164,7 +176,7 @@ def test_names_are_texts_and_never_tags() -> None:
     text = page(record_of({"main": journal}), [evil], [evil])
     words = check(text).words
     assert "<script" not in text.lower()
-    assert f"paceline replay {evil}" in words and f"it ended with “{evil}”" in words
+    assert f"paceline replay {shlex.quote(evil)}" in words and f"it ended with “{evil}”" in words
 
 
 def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
@@ -176,6 +188,31 @@ def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     words = check(page(record_of({"main": journal}))).words
     assert "The loss of 2 steps is not a finite number" in words
     assert "the loss fell from 3 to 2" in words
+
+
+def lost(*losses: float) -> Record:
+    """Return a run of one worker whose results told these losses."""
+    journal = Journal(Header(policy="x", batch=1))
+    coordinator = pl.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.Joined("w0"))
+    for task, loss in enumerate(losses):
+        coordinator.handle(task + 1.0, Finished(task, 1, stats={"loss": loss}))
+    return record_of({"main": journal})
+
+
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_a_run_that_diverged_is_called_so(last: str) -> None:
+    words = check(page(lost(3.0, 9.0, float(last)))).words
+    told = f"the loss went from 3 to {last}: the last one is not a finite number"
+    assert told in words and f" loss {last} from 3 " in words and f"loss 3 -> {last}" in words
+    words = check(page(lost(3.0))).words
+    assert "with a loss of 3;" in words and " loss 3 from 3 " in words
+
+
+def test_a_loss_that_was_never_a_number_was_told() -> None:
+    words = check(page(lost(*[float("nan")] * 3))).words
+    assert "with a loss that was never a finite number" in words and " loss nan " in words
+    assert "Results told their loss" in words and "No result told its loss" not in words
 
 
 def test_a_run_without_losses() -> None:
@@ -221,7 +258,7 @@ def test_a_resumed_run_tells_what_came_after(tmp_path: Path) -> None:
     trainer().fit(steps=10)
     run = trainer().resume(tmp_path / "saved").fit(steps=25)
     words = check(page(record_of(run.journals, run.reason))).words
-    assert "at step 10: all figures are of what came after" in words
+    assert "at step 10: figures are of what came after, but times and steps count" in words
     assert "4 workers took 15 steps" in words
 
 
@@ -305,6 +342,43 @@ def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
     assert f" {seconds:.3g} s " in words and f" {run.metrics['step'][at]:.0f} " in words
 
 
+def test_a_forecast_beside_the_fact_of_a_resumed_run(tmp_path: Path) -> None:
+    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    prices = pl.Prices(per_hour=1.0, per_gigabyte=1.0)
+
+    def quadratic() -> pl.Quadratic:
+        return pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.02, batch_size=12)
+
+    profile = pl.profile(quadratic(), engine, seconds=60, prices=prices)
+    plan = pl.plan(profile, target=0.5, learning_rate=0.02)
+    saves = pl.Checkpoints(tmp_path / "saved")
+
+    def trainer() -> pl.Trainer:
+        return pl.Trainer(
+            quadratic(), plan, engine, prices=prices, progress=False, checkpoints=saves
+        )
+
+    trainer().fit(steps=5)
+    run = trainer().resume(tmp_path / "saved").fit(steps=300)
+    found = np.flatnonzero(run.metrics["loss"] <= 0.5)
+    assert len(found) and found[0] > 0, "the target is to be reached after it was resumed"
+    at = int(found[0])
+    seconds, step = run.metrics["seconds"][at], run.metrics["step"][at]
+    assert step == at + 6
+    record = record_of(run.journals, run.reason)
+    assert f"and it took {in_time(seconds)}, " in check(page(record)).words
+    forecast = (record.header.about or {})["forecast"]
+    rows = {row["name"]: row for row in forecast_rows(forecast, record)}
+    assert rows["time"]["fact"] == in_time(seconds) and rows["time"]["inside"] != "–"
+    assert rows["steps"]["fact"] == f"{step:.0f}"
+    for name in ("cost", "messages"):
+        assert rows[name]["fact"] == "not known: the run was resumed"
+        assert rows[name]["ratio"] == rows[name]["inside"] == "–"
+    easy = {**forecast, "target": 1e9}
+    facts = {row["fact"] for row in forecast_rows(easy, record)}
+    assert facts == {"before this run was resumed"}
+
+
 def test_what_was_planned_anew_is_told() -> None:
     run = ran(pl.k_sync(3))
     words = check(page(record_of(run.journals), changes=["at step 9: w3 is slower"])).words
@@ -331,4 +405,4 @@ def test_a_long_run_of_many_workers_is_a_small_page() -> None:
 
 @pytest.mark.parametrize("text", ["", "Auto(target=1, goal='time')", "f(" * 200, ")))(("])
 def test_any_text_can_be_a_title(text: str) -> None:
-    assert len(brief(text)) <= 121
+    assert len(brief(text)) <= 120

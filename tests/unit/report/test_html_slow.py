@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as pl
-from paceline.core.journal import Header, Journal
+from paceline.core.journal import Header, Journal, read_entries, read_header
 from paceline.core.protocol import Finished
 from paceline.policies.wrappers import MinWorkers
-from paceline.report.collect import Record
-from paceline.report.page import record_of
+from paceline.report.collect import Record, collected
+from paceline.report.page import page, record_of
 from paceline.report.slow import Price, Waits
 from paceline.report.timeline import COUNT, EXACT, Bins, Timeline
 from paceline.report.workers import Tally
@@ -53,8 +55,9 @@ def test_what_waiting_for_cancelled_tasks_would_have_added() -> None:
     record = told(pl.k_sync(2), 3, results)
     names = sorted(record.workers, key=record.row)
     prices = record.waits.prices(names, record.workers)
-    # w2 takes 10 s: twice it would have needed 8 s more. w1 takes 2 s, less than it had.
-    assert prices == {"w2": Price(16.0, False, 2), "w1": Price(0.0, False, 1)}
+    # w2 finished one task in 14 s of work: twice it would have needed 12 s more, or longer, since
+    # most of its tasks were cancelled. w1 finished two in 14 s, and had 10 s for the other.
+    assert prices == {"w2": Price(24.0, True, 2), "w1": Price(0.0, False, 1)}
     assert record.waits.waited(record.row("w2")) == (9.0, 1)
 
 
@@ -63,6 +66,58 @@ def test_of_who_never_finished_only_a_bound_is_known() -> None:
     waits.cancelled(np.array([0, 0, 0]), np.array([3.0, 5.0, 1.0]))
     assert waits.prices(["w0"], {"w0": Tally()}) == {"w0": Price(6.0, True, 3)}
     assert Waits().prices(["w0"], {"w0": Tally()}) == {}
+
+
+def test_a_few_lucky_tasks_are_not_the_usual_ones() -> None:
+    quick = pl.Fixed(0.1)
+    slow = pl.Mixture((quick, pl.Fixed(100.0)), (0.1, 0.9))
+    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.12), slow])
+    learner = pl.Quadratic((1.0,), batch_size=6)
+    run = pl.Trainer(learner, pl.k_sync(2), engine, progress=False).fit(steps=100)
+    record, w2 = record_of(run.journals), run.meter.workers["w2"]
+    price = record.waits.prices(sorted(record.workers, key=record.row), record.workers)["w2"]
+    assert w2.finished and price.least and price.tasks == w2.cancelled > w2.finished
+    # By those that it finished it would have added nothing at all.
+    usual = (w2.finished_seconds + w2.given_up_seconds) / w2.finished
+    assert price.seconds > 0.5 * usual * w2.cancelled > 10.0
+
+
+def golden(name: str) -> Record:
+    path = Path(__file__).parents[2] / "golden" / f"{name}.jsonl"
+    return collected({"main": read_header(path)}, {"main": read_entries(path)})
+
+
+def test_who_is_done_and_goes_on_waits_for_nobody() -> None:
+    record = golden("rennala")
+    assert record.is_refilling and not record.is_asynchronous
+    text = page(record)
+    assert "whoever is done goes on with another task of the same step" in text
+    assert "waited for it" not in text and "waiting for<br>" not in text
+    for name in ("sync", "k_sync", "deadline", "k_sync_of_tiles", "sync_of_n"):
+        assert not golden(name).is_refilling, name
+
+
+def test_steps_of_which_a_worker_has_several_results_are_refilled() -> None:
+    waits = Waits()
+    waits.used(
+        np.array([0, 1, 0, 0, 1, 0, 1]),
+        np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+        np.array([1, 1, 1, 2, 2, 3, 4]),
+    )
+    assert (waits.steps, waits.several, waits.refilled) == (4, 2, 1)
+    assert waits.is_refilling(0.1) and not waits.is_refilling(0.5)
+    once = Waits()
+    once.used(np.array([0, 1]), np.array([1.0, 2.0]), np.array([1, 1]))
+    assert not once.is_refilling(0.1) and once.is_refilling(0.0)
+    assert not Waits().is_refilling(0.0)  # steps of one result: k_sync(1) cancels the others
+
+
+def test_results_that_came_at_once_were_not_waited_for() -> None:
+    waits = Waits()
+    waits.used(np.array([0, 1, 0, 1]), np.array([1.0, 1.0, 2.0, 3.0]), np.array([1, 1, 2, 2]))
+    assert waits.waited(0) == (0.0, 0) and waits.waited(1) == (1.0, 1)
+    record = golden("deadline")
+    assert record.waits.waited(record.row("w1")) == (0.0, 0)
 
 
 def test_steps_of_one_result_wait_for_nobody() -> None:

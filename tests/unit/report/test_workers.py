@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 
 import paceline as pl
-from paceline.core.journal import Journal
+from paceline.core.journal import Header, Journal
+from paceline.core.protocol import Finished
 from paceline.core.state import describe
+from paceline.policies.wrappers import MinWorkers
 from paceline.report.metrics import Meter
 from paceline.report.workers import Span
 from paceline.testing import legal_histories
@@ -54,11 +56,42 @@ def test_tallies_add_up_to_the_run(policy: pl.Policy) -> None:
 
 
 def test_who_is_slow_is_seen() -> None:
-    tallies = ran(pl.k_async(2)).meter.workers
+    meter = ran(pl.k_async(2)).meter
+    tallies, now = meter.workers, meter.now
     # A unit is 4 samples; a task of k_async(2) has 8.
-    assert tallies["w3"].speed == pytest.approx(4.0)
-    assert 25 < tallies["w0"].speed < 40 and 20 < tallies["w0"].latest < 41
+    assert 3.5 < tallies["w3"].speed(now) <= 4.0  # and its last task goes on
+    assert 25 < tallies["w0"].speed(now) < 40 and 20 < tallies["w0"].latest < 41
     assert tallies["w3"].mean_delay > 3 * tallies["w0"].mean_delay
+
+
+def test_whoever_is_cancelled_when_slow_is_not_quick() -> None:
+    quick = pl.ShiftedExponential(0.08, 0.02)
+    slow = pl.Mixture((quick, pl.Scaled(quick, 10)), (0.1, 0.9))
+    engine = pl.Simulator(4, [quick] * 3 + [slow])
+    meter = pl.Trainer(LEARNER, pl.k_sync(3), engine, progress=False).fit(steps=200).meter
+    speeds = {name: tally.speed(meter.now) for name, tally in meter.workers.items()}
+    w3 = meter.workers["w3"]
+    assert w3.cancelled > 5 * w3.finished > 0
+    assert w3.finished_samples / w3.finished_seconds > 0.9 * speeds["w0"]  # by those alone
+    assert speeds["w3"] < 0.3 * min(speeds[name] for name in ("w0", "w1", "w2"))
+
+
+def test_the_time_of_every_task_counts_for_the_speed() -> None:
+    journal = Journal(Header(batch=6))
+    coordinator = pl.Coordinator(MinWorkers(2, pl.k_sync(1)), 6, journal=journal)
+    for now, event in [
+        (0.0, pl.Joined("w0")),
+        (0.0, pl.Joined("w1")),
+        (2.0, Finished(0, 3)),  # which cancels w1 after 2 s
+        (7.0, Finished(3, 3)),  # of w1, after 5 s; w0 is cancelled after 5 s
+        (8.0, pl.Left("w0")),  # after 1 s of work
+    ]:
+        coordinator.handle(now, event)
+    meter, _ = spans_of(journal)
+    w0, w1 = meter.workers["w0"], meter.workers["w1"]
+    assert (w0.finished_seconds, w0.given_up_seconds) == (2.0, 6.0)
+    assert w0.speed(100.0) == 3 / 8  # it has nothing to do
+    assert w1.speed(8.0) == 3 / (2 + 5 + 1) and w1.speed(18.0) == 3 / (2 + 5 + 11)
 
 
 def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:

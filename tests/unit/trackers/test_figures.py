@@ -108,7 +108,7 @@ def test_the_figures_of_each_worker_are_sent_less_often() -> None:
     run = train(kept, steps=3)
     assert "worker_speed/w2" not in kept.sent[2]
     for worker, tally in run.meter.workers.items():  # as it was in the end
-        assert kept.sent[3][f"worker_speed/{worker}"] == tally.speed
+        assert kept.sent[3][f"worker_speed/{worker}"] == tally.speed(run.meter.now)
 
 
 def test_without_a_main_node() -> None:
