@@ -31,6 +31,7 @@ def test_a_straggler_whose_tasks_are_cancelled_is_the_slowest() -> None:
     found = slowest(record)
     assert found is not None and found[0] == "w3" and found[2] < 0.3
     assert "w3 was the slowest" in three(record)[1]
+    assert "w2 was the slowest" in three(golden("k_sync"))[1]
 
 
 def test_nobody_is_praised_whose_tasks_were_cancelled() -> None:
