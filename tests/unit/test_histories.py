@@ -18,6 +18,7 @@ from paceline.core.ledger import MAX_ATTEMPTS
 from paceline.core.protocol import Policy, Start, Step, Task
 from paceline.data.partition.base import Partition
 from paceline.testing import History, legal_histories
+from paceline.testing.histories import Move
 
 TILES = Partition([tile for tile in range(20) for _ in range(5)])
 OWNERS = {f"w{i}": (2 * i, 2 * i + 1) for i in range(10)}
@@ -109,6 +110,12 @@ def test_any_history(name: str, history: History) -> None:
             if any(task.attempt == MAX_ATTEMPTS for task in tasks.values()):
                 break  # one may have been dropped, and what comes for it be smaller by one
             assert sum(tasks[id].samples for id in step.weights) == 8
+
+
+def test_a_deadline_may_pass_with_nobody_there() -> None:
+    moves = [("join", 0), ("join", 1), ("finish", 1), ("leave", 1), ("leave", 0)]
+    history = History(tuple(Move(kind, which, 0.0) for kind, which in moves))  # type: ignore[arg-type]
+    history.play(POLICIES["deadline of tiles"])
 
 
 @pytest.mark.parametrize("name", POLICIES)

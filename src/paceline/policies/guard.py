@@ -63,7 +63,7 @@ class Guard:
         """
         owed = np.bincount(owner, self.owed, workers)
         due = np.bincount(owner, self.due, workers)
-        most = self._bound * due * workers / k
+        most = self._bound * due * workers / max(k, 1)  # a deadline may pass with nobody there
         limit = most + due
         kept = np.minimum(limit / np.maximum(owed, limit), 1.0)[owner]
         self.missed += self.owed * (1 - kept)
