@@ -91,11 +91,12 @@ if TYPE_CHECKING:
     from paceline.policies.selectors import Allocate, Bandit
     from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
     from paceline.policies.wrappers import Among, MinWorkers, Until
+    from paceline.run import Run
     from paceline.trackers.mlflow import MLflow
     from paceline.trackers.prometheus import Prometheus
     from paceline.trackers.tensorboard import TensorBoard
     from paceline.trackers.wandb import WandB
-    from paceline.trainer import Run, Trainer
+    from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -151,7 +152,8 @@ _HOMES = {
     "paceline.trackers.prometheus": "Prometheus",
     "paceline.trackers.tensorboard": "TensorBoard",
     "paceline.trackers.wandb": "WandB",
-    "paceline.trainer": "Run Trainer",
+    "paceline.run": "Run",
+    "paceline.trainer": "Trainer",
 }
 _LAZY = {name: home for home, names in _HOMES.items() for name in names.split()}
 _LAZY_MODULES = {"partition": "paceline.data.partition"}

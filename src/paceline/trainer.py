@@ -11,37 +11,41 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from inspect import signature
 from itertools import count
 from math import inf, isclose, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.callbacks import FAILED, Callback, Live, Progress, ProgressLine, progress_of
 from paceline.checkpoint import CheckpointError, Checkpoints, Snapshot, Unreachable
 from paceline.checkpoint.files import Files
 from paceline.checkpoint.fits import check_coordinator, check_engine, check_model, check_server
+from paceline.combine import (
+    check_callbacks,
+    check_gossip,
+    check_letters,
+    check_policy,
+    check_prices,
+    check_robust,
+    innermost,
+    tiles_of,
+    with_placement,
+)
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
-from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, Work, WorkerId
+from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, WorkerId
 from paceline.core.state import describe, load_state, save_state
-from paceline.data.partition.base import Partition
 from paceline.engines.base import Job, TrainingEngine
 from paceline.engines.simulator import Simulator
 from paceline.learners.arrays import Timing
 from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust, RobustServer
-from paceline.live import LiveView, look
+from paceline.live import LiveView
 from paceline.policies.gossip import Gossip
-from paceline.policies.placed import Placed
-from paceline.policies.placement import BySpeed, Placement
-from paceline.policies.wrappers import Among, MinWorkers, Until
-from paceline.report.glance import as_html
-from paceline.report.metrics import Meter, Stretch, sample_fates
-from paceline.report.text import forecast_line, placed_line, speeds_line, summary
+from paceline.policies.placement import Placement
+from paceline.policies.wrappers import MinWorkers, Until
+from paceline.report.metrics import Meter
+from paceline.run import Run
 from paceline.swarm import Ends, Swarm
 
 if TYPE_CHECKING:  # which need torch, and scipy
@@ -50,83 +54,6 @@ if TYPE_CHECKING:  # which need torch, and scipy
     from paceline.planner.choose import Plan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What came of a run. Without a main node, figures are of all nodes together."""
-
-    model: Any  # without a main node: the mean of all
-    metrics: dict[str, NDArray[np.float64]]  # one value per step; see Meter.arrays
-    meter: Meter
-    journals: dict[WorkerId, Journal]  # of each node that decides, "main" if there is but one
-    policy: Policy  # as it was driven, so that replay(run.policy, run.journal) == run.journal
-    reason: str
-    learned: Policy  # yours as it is now, with all that it has learned
-    swarm: Swarm | None = None  # where there is no main node
-
-    @property
-    def journal(self) -> Journal:
-        """The journal of the main node."""
-        if self.swarm is not None:
-            raise ValueError(
-                "without a main node every node has a journal: run.journals['w0'] and so on"
-            )
-        return self.journals[MAIN]
-
-    @property
-    def models(self) -> dict[WorkerId, Any]:
-        """The model of each node that was there in the end."""
-        return {MAIN: self.model} if self.swarm is None else self.swarm.models()
-
-    @property
-    def steps(self) -> int:
-        """The version of the model, counted from the very start; of all nodes', the mean."""
-        return self.meter.version // len(self.journals)
-
-    @property
-    def seconds(self) -> float:
-        return float(self.metrics["seconds"][-1]) if len(self.metrics["seconds"]) else 0.0
-
-    def summary(self) -> str:
-        """Say in a few lines what was done, used and wasted, and what it cost."""
-        batch = next(iter(self.journals.values())).header.batch
-        if self.swarm is not None:
-            nodes = len(self.journals)
-            return f"{summary(self.meter, self.reason, batch, nodes)}\n{self.swarm.summary()}"
-        text = summary(self.meter, self.reason, batch)
-        placement = getattr(self.learned, "placement", None)
-        if isinstance(placement, Placed | BySpeed):
-            text += "\n" + speeds_line(placement.speeds())
-        if isinstance(placement, Placed):
-            waited = getattr(self.learned, "waited", 0)
-            moved = placement.moved if placement.move else None
-            text += "\n" + placed_line(moved, waited, placement.missed())
-        forecast = (self.journal.header.about or {}).get("forecast")
-        if forecast is not None:
-            text += "\n" + forecast_line(forecast, self.meter)
-        for change in getattr(self.learned, "changes", ()):
-            text += f"\n  replanned {change}"
-        return text
-
-    def _repr_html_(self) -> str:
-        """Show in a notebook what was done, and what by whom."""
-        header = next(iter(self.journals.values())).header
-        meters = {MAIN: self.meter} if self.swarm is None else self.swarm.meter.nodes
-        live = Live(header, meters, self.meter, lambda: self.seconds)
-        return as_html(look(live, self.seconds, reason=self.reason))
-
-    def report(self, path: Path | str) -> Path:
-        """Write a page of HTML that shows it, opens offline and can be mailed; return where."""
-        from paceline.report.page import record_of, write_page  # which needs a template engine
-
-        files = [str(each.path) for each in self.journals.values() if each.path is not None]
-        record = record_of(self.journals, self.reason)
-        return write_page(path, record, files, getattr(self.learned, "changes", None))
-
-    def samples(self) -> list[Stretch]:
-        """Say what became of every sample that was handed out."""
-        return [each for journal in self.journals.values() for each in sample_fates(journal)]
 
 
 class Trainer:
@@ -182,19 +109,19 @@ class Trainer:
             codec = found.codec if codec is None else codec
             policy = found.policy if policy is found else policy
         policy = cast(Policy, policy)
-        if codec is not None and hasattr(_innermost(policy), "code"):
+        if codec is not None and hasattr(innermost(policy), "code"):
             raise ValueError(
                 "a gradient code decodes from results as they are; leave codec= out, or use a "
                 "policy that averages, such as k_sync"
             )
         self._codec, self._down = codec, down
-        given = placement or getattr(_innermost(policy), "placement", None)
-        if isinstance(_innermost(policy), Gossip):
-            _check_gossip(policy, placement, down, checkpoints, min_workers, engine.size)
-            _check_letters(policy, learner, codec)
+        given = placement or getattr(innermost(policy), "placement", None)
+        if isinstance(innermost(policy), Gossip):
+            check_gossip(policy, placement, down, checkpoints, min_workers, engine.size)
+            check_letters(policy, learner, codec)
         elif given is not None:
-            policy = _placed(policy, given, engine.size)
-        self._tiles = _tiles(given, learner)
+            policy = with_placement(policy, given, engine.size)
+        self._tiles = tiles_of(given, learner)
         self._learner, self._policy, self._engine, self._seed = learner, policy, engine, seed
         self._min_workers = engine.size if min_workers is None else min_workers
         if not 1 <= self._min_workers <= engine.size:
@@ -202,15 +129,15 @@ class Trainer:
                 f"min_workers={min_workers}: this engine has {engine.size} workers; "
                 f"use 1 to {engine.size}"
             )
-        _check(policy, learner, engine.size)
+        check_policy(policy, learner, engine.size)
         self._prices = prices or Prices()
-        _check_prices(self._prices, policy, learner, engine.size)
-        _check_callbacks(callbacks)
+        check_prices(self._prices, policy, learner, engine.size)
+        check_callbacks(callbacks)
         self._callbacks = _shown(progress, callbacks)
         self._checkpoints, self._journal_path = checkpoints, journal
         self._robust = robust
         if robust is not None:
-            _check_robust(robust, policy, engine.size)
+            check_robust(robust, policy, engine.size)
         self._server = self._make_server()
         self._arithmetic = not isinstance(learner, Timing)
         self._snapshot: Snapshot | None = None
@@ -308,7 +235,7 @@ class Trainer:
             if self._checkpoints is not None and self._is_sound(meter):
                 self._save(self._checkpoints, self._snapshot)
         model = self._server.model()
-        learned, journals = _innermost(coordinator.policy), {MAIN: coordinator.journal}
+        learned, journals = innermost(coordinator.policy), {MAIN: coordinator.journal}
         return Run(model, meter.arrays(), meter, journals, policy, reason, learned)
 
     def resume(self, path: Path | str | Checkpoints, *, missing_ok: bool = False) -> Trainer:
@@ -670,148 +597,6 @@ def _unused(path: Path, step: int | None) -> Path:
     stem = path.stem if step is None else f"{path.stem}-{step}"
     names = (path.with_stem(stem if n == 1 else f"{stem}.{n}") for n in count(1))
     return next(name for name in names if not name.exists())
-
-
-def _check(policy: Policy, learner: Learner, workers: int) -> None:
-    """Refuse what cannot work, before anything is started. Wrappers are looked into."""
-    if check := getattr(policy, "check", None):
-        check(workers, learner.batch_size)
-    if isinstance(work := getattr(policy, "work", None), Work):
-        learner.check(work)
-    if inner := getattr(policy, "inner", None):
-        _check(inner, learner, len(policy.workers) if isinstance(policy, Among) else workers)
-
-
-def _placed(policy: Policy, placement: Placement, workers: int) -> Policy:
-    """Return a policy whose tasks are sized and placed so."""
-    if (inner := getattr(policy, "inner", None)) is not None:
-        return replace(policy, inner=_placed(inner, placement, workers))  # type: ignore[type-var]
-    if (
-        isinstance(placement, type)
-        or not hasattr(placement, "sizes")
-        or isinstance(placement, Partition)
-    ):
-        raise ValueError(
-            f"placement={placement!r}: give an object, pl.BySpeed() or pl.Placed(partition)"
-        )
-    if isinstance(placement, Placed) and placement.move and placement.tiles.parts < 4 * workers:
-        logger.warning(
-            "%d tiles for %d workers are too few to move about: cut the data into some 16 for "
-            "each worker, or use Placed(…, move=False) to size tasks by speed",
-            placement.tiles.parts, workers,
-        )  # fmt: skip
-    if not hasattr(policy, "placement"):
-        raise ValueError(
-            f"{describe(policy)} decides itself what everyone computes, and takes no placement; "
-            "leave placement= out, or use a policy of Gather's, such as sync, k_sync or bandit"
-        )
-    if for_workers := getattr(placement, "for_workers", None):
-        placement = for_workers([f"w{i}" for i in range(workers)])
-    return replace(policy, placement=placement)  # type: ignore[type-var]
-
-
-def _check_gossip(
-    policy: Policy,
-    placement: Placement | None,
-    down: Codec | None,
-    checkpoints: Checkpoints | None,
-    min_workers: int | None,
-    workers: int,
-) -> None:
-    """Refuse what a run without a main node cannot be combined with."""
-    if not isinstance(policy, Gossip):
-        raise ValueError("give Gossip as it is: fit(…) says when to end")
-    if placement is not None and not (isinstance(placement, Placed) and not placement.move):
-        raise ValueError(
-            "without a main node data stay with the nodes: use placement=Placed(tiles, move=False) "
-            "with a tile for each, or leave it out for equal ones"
-        )
-    if down is not None:
-        raise ValueError("without a main node models go nowhere but to neighbors: codec= is theirs")
-    if checkpoints is not None:
-        raise ValueError(
-            "a run without a main node has no checkpoints yet; save run.model when it has ended, "
-            "or progress.model() in a callback"
-        )
-    if min_workers not in (None, workers):
-        raise ValueError("without a main node all nodes begin together: leave min_workers out")
-
-
-def _check_letters(policy: Policy, learner: Learner, codec: Codec | None) -> None:
-    """Refuse what letters to peers cannot be of."""
-    if getattr(learner, "outer", None) is not None:
-        raise ValueError(
-            "without a main node there is no outer step: leave outer= out, and use "
-            "Gossip(local_steps=…) for steps between letters"
-        )
-    if codec is None:
-        return
-    from paceline.codecs.downlink import check_memoryless
-    from paceline.codecs.lazy import check_partial
-
-    check_memoryless(codec, "codec")
-    assert isinstance(policy, Gossip)
-    check_partial(codec, policy.trigger)
-
-
-def _check_robust(robust: Robust, policy: Policy, workers: int) -> None:
-    """Refuse what cannot outvote the bad ones, as far as it is known."""
-    inner = _innermost(policy)
-    if isinstance(inner, Gossip):
-        raise ValueError("robust= is for a main node; without one every node averages as it can")
-    if hasattr(inner, "code"):
-        raise ValueError(
-            "a gradient code decodes from all results together; use coded(…, verify=1) to find "
-            "wrong ones, or robust= with a policy that averages"
-        )
-    k = getattr(inner, "k", None)
-    robust.check(k if isinstance(k, int) else workers)
-
-
-def _tiles(placement: Placement | None, learner: Learner) -> Partition | None:
-    """Return how placed data are cut, if they are those of the learner."""
-    tiles: Partition | None = getattr(placement, "tiles", None)
-    if tiles is not None and len(tiles) != learner.examples:
-        raise ValueError(
-            f"the tiles are of {len(tiles)} samples, and this learner has "
-            f"{'no dataset' if learner.examples is None else f'{learner.examples} samples'}; "
-            "cut the data that is trained on"
-        )
-    return tiles
-
-
-def _innermost(policy: Policy) -> Policy:
-    """Return what wrappers are around."""
-    while inner := getattr(policy, "inner", None):
-        policy = inner
-    return policy
-
-
-def _check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Refuse those that cannot be told of a beginning as they are now."""
-    for callback in callbacks:
-        try:
-            signature(callback.started).bind(None)
-        except TypeError:
-            raise ValueError(
-                f"{type(callback).__name__}.started takes no Live: write started(self, live)"
-            ) from None
-
-
-def _check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:
-    """Refuse prices that some worker has none of, and policies that need others."""
-    if check := getattr(getattr(_innermost(policy), "select", None), "check_prices", None):
-        check(prices, learner.message_bytes)
-    for name in ("per_hour", "per_gigabyte"):
-        given = getattr(prices, name)
-        if not isinstance(given, Mapping):
-            continue
-        if missing := [f"w{i}" for i in range(workers) if f"w{i}" not in given]:
-            told = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-            raise ValueError(
-                f"prices: {name} names no price for {told}; this engine has the {workers} workers "
-                f"w0 to w{workers - 1}: name each of them, or give one number for all"
-            )
 
 
 @contextlib.contextmanager

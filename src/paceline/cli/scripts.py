@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from paceline.core.protocol import Prices
     from paceline.engines.base import TrainingEngine
     from paceline.learners.base import Learner
-    from paceline.trainer import Run, Trainer
+    from paceline.run import Run
+    from paceline.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -68,7 +69,8 @@ class Watched:
 def watched() -> Iterator[Watched]:
     """Take note of all runs, and of whether anybody asks for a summary."""
     from paceline.learners.arrays import Timing
-    from paceline.trainer import Run, Trainer
+    from paceline.run import Run
+    from paceline.trainer import Trainer
 
     seen, train, sum_up = Watched(), Trainer.fit, Run.summary
 

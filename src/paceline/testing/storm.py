@@ -44,9 +44,10 @@ from paceline.policies.named import (
     sync,
 )
 from paceline.policies.placement import BySpeed
+from paceline.run import Run
 from paceline.testing.serial import History, serial
 from paceline.testing.weather import DriverKilled, SimulatedRay, Weather, World
-from paceline.trainer import Run, Trainer
+from paceline.trainer import Trainer
 
 TIMEOUT = 20.0
 """Seconds of virtual time that a task may take."""
