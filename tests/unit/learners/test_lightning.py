@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -103,6 +103,16 @@ def trainer(module: Any, data: Any = None, **options: Any) -> pl.Trainer:
     return pl.Trainer.from_lightning(module, data, pl.sync(), engine, progress=False, **options)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Have torch use one thread, as learners do: bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", [Classifier, Old])
 def test_losses_are_those_of_a_plain_loop_to_the_bit(kind: type[Any]) -> None:
     given = kind()
