@@ -30,6 +30,7 @@ import numpy as np
 import paceline as pl
 from paceline.checkpoint import read
 from paceline.core.journal import read_entries, read_header
+from paceline.engines.ray.cluster import connect
 from paceline.testing.serial import History, serial
 from paceline.testing.storm import check_samples
 
@@ -80,7 +81,7 @@ def hold() -> None:
     """Have a Ray cluster until standard input ends."""
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    connect(None, 2, 2**20)  # on this machine alone, as an engine starts it
     print(f"address {ray.get_runtime_context().gcs_address}", flush=True)
     sys.stdin.read()
     ray.shutdown()
