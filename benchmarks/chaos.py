@@ -67,7 +67,10 @@ def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
     kills = events = 0
     seconds = 0.0
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for outcome in pool.imap_unordered(storm, seeds, chunksize=8):
+        for done, outcome in enumerate(pool.imap_unordered(storm, seeds, chunksize=8), 1):
+            if done % 500 == 0:
+                seconds_each = (time.perf_counter() - begin) / done
+                print(f"{done} storms, {faults.total()} faults, {1 / seconds_each:.1f} a second")
             if isinstance(outcome, str):
                 broken.append(outcome)
                 print(outcome, flush=True)

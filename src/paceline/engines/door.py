@@ -33,6 +33,7 @@ class Door:
     def __init__(self, size: int, dtype: Any) -> None:
         self._size, self._dtype = size, np.dtype(dtype)
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._sound: deque[int] = deque(maxlen=_REMEMBERED)  # versions that results let in are of
         # The samples that refused results were of, and how often they were refused.
         self._refused: dict[tuple[int, ...], int] = {}
 
@@ -72,6 +73,7 @@ class Door:
         if usual and norm > FAR * usual and not self.is_again(task):
             return f"its norm is {norm:.3g}, that of others {usual:.3g}"
         self._norms.append(norm)
+        self._sound.append(task.version)
         return None
 
     def is_again(self, task: Task) -> bool:
@@ -79,13 +81,16 @@ class Door:
 
         It is if the result of the same samples is so again, which are given to another process when
         the first is ended: then a large one is let in, and one that is not finite ends the run. Of
-        a coded batch several have parts: there it takes three.
+        a coded batch several workers have parts at once: there it takes three, and nobody whose
+        result at that version was sound.
         """
         samples = task.draw, *task.draws
         self._refused[samples] = self._refused.get(samples, 0) + 1
         while len(self._refused) > _REMEMBERED:
             del self._refused[next(iter(self._refused))]
-        return self._refused[samples] > (1 if task.work.parts is None else 2)
+        if task.work.parts is None:
+            return self._refused[samples] > 1
+        return self._refused[samples] > 2 and task.version not in self._sound
 
 
 NOT_FINITE = "it is not finite"

@@ -135,3 +135,13 @@ def test_whoever_keeps_failing_is_started_less_and_less_often() -> None:
     (name,) = world.gone
     starts = sum(actor.name == name for actor in world.actors)
     assert run.seconds > 150 and 5 <= starts < 8 + run.seconds / 30
+
+
+def test_of_a_coded_batch_three_may_fail_each_for_itself() -> None:
+    door, bad = Door(2, np.float64), np.array([np.nan, 1.0])
+    tasks = [Task(i, f"w{i}", Work({i: 1.0}, cut=5), 3, 0.0, 8, 24) for i in range(5)]
+    assert [door.is_again(task) for task in tasks[:3]] == [False, False, True]  # nobody is sound
+    other = [Task(i, f"w{i}", Work({i: 1.0}, cut=5), 4, 0.0, 8, 32) for i in range(5)]
+    assert door.fault(other[4], np.ones(2), 1, {}) is None
+    assert [door.is_again(task) for task in other[:4]] == [False] * 4
+    assert door.fault(other[0], bad, 1, {}) == NOT_FINITE
