@@ -149,7 +149,7 @@ class Faults(pl.Callback):
             _signal(pid, signal.SIGCONT)
             self._paused.remove((at, pid))
         for at, throttle in [each for each in self._starved if each[0] <= now]:
-            throttle.stop()
+            throttle.__exit__(None, None, None)
             self._starved.remove((at, throttle))
         if now < self._next:
             return
@@ -167,14 +167,14 @@ class Faults(pl.Callback):
             self._paused.append((now + self._rng.uniform(0.5, 4.0), pid))
         else:
             throttle = Throttle(pid, 0.1)
-            throttle.start()
+            throttle.__enter__()
             self._starved.append((now + self._rng.uniform(1.0, 5.0), throttle))
 
     def ended(self, reason: str) -> None:
         for _, pid in self._paused:
             _signal(pid, signal.SIGCONT)
         for _, throttle in self._starved:
-            throttle.stop()
+            throttle.__exit__(None, None, None)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
