@@ -64,7 +64,7 @@ def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
     faults: Counter[str] = Counter()
     cases: Counter[str] = Counter()
     broken: list[str] = []
-    kills = events = 0
+    kills = 0
     seconds = 0.0
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for done, outcome in enumerate(pool.imap_unordered(storm, seeds, chunksize=8), 1):
@@ -77,7 +77,7 @@ def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
                 continue
             faults += outcome.faults
             cases[outcome.case.name] += 1
-            kills, events = kills + outcome.kills, events + outcome.events
+            kills += outcome.kills
             seconds += outcome.seconds
     took = time.perf_counter() - begin
     table(["fault", "times"], [[name, str(count)] for name, count in faults.most_common()])
@@ -137,7 +137,7 @@ class Faults(pl.Callback):
         self._rng = random.Random(seed)
         self._next = 0.0
         self._paused: list[tuple[float, int]] = []
-        self._starved: list[tuple[float, Throttle]] = []
+        self._starved: list[tuple[float, contextlib.ExitStack]] = []
         self.done: Counter[str] = Counter()
 
     def started(self, live: pl.Live) -> None:
@@ -148,9 +148,9 @@ class Faults(pl.Callback):
         for at, pid in [each for each in self._paused if each[0] <= now]:
             _signal(pid, signal.SIGCONT)
             self._paused.remove((at, pid))
-        for at, throttle in [each for each in self._starved if each[0] <= now]:
-            throttle.__exit__(None, None, None)
-            self._starved.remove((at, throttle))
+        for at, starving in [each for each in self._starved if each[0] <= now]:
+            starving.close()
+            self._starved.remove((at, starving))
         if now < self._next:
             return
         self._next += self._every
@@ -166,15 +166,16 @@ class Faults(pl.Callback):
             _signal(pid, signal.SIGSTOP)
             self._paused.append((now + self._rng.uniform(0.5, 4.0), pid))
         else:
-            throttle = Throttle(pid, 0.1)
-            throttle.__enter__()
-            self._starved.append((now + self._rng.uniform(1.0, 5.0), throttle))
+            starving = contextlib.ExitStack()
+            with contextlib.suppress(ProcessLookupError):  # it may just have been lost
+                starving.enter_context(Throttle(pid, 0.1))
+            self._starved.append((now + self._rng.uniform(1.0, 5.0), starving))
 
     def ended(self, reason: str) -> None:
         for _, pid in self._paused:
             _signal(pid, signal.SIGCONT)
-        for _, throttle in self._starved:
-            throttle.__exit__(None, None, None)
+        for _, starving in self._starved:
+            starving.close()
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -200,7 +201,7 @@ def on_ray(seconds: float, every: float, workers: int = 8) -> dict[str, Any]:
                 _exactly_once(run)
                 samples[faulty] += run.meter.samples_used
                 there[faulty] += run.meter.worker_seconds
-                took[faulty] += run.seconds
+                took[faulty] += run.meter.now  # to the end, and not to the last step alone
                 faults += trouble.done
     rates = {faulty: samples[faulty] / took[faulty] for faulty in samples}
     corrected = (samples[True] / there[True]) / (samples[False] / there[False])
