@@ -73,7 +73,9 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(
+    "value", VALUES, ids=[f"{type(value).__name__}-{at}" for at, value in enumerate(VALUES)]
+)
 def test_every_value_comes_back(value: Any) -> None:
     back = through_json(value)
     assert back == value
