@@ -19,6 +19,7 @@ from tests.conftest import flat, make_learner
 
 RULES = {
     "plain": {"optimizer": partial(torch.optim.SGD, lr=0.01)},
+    "small": {"optimizer": partial(torch.optim.SGD, lr=0.01)},  # kept by the driver
     "momentum": {"optimizer": partial(torch.optim.SGD, lr=0.01, momentum=0.9)},
     "clipped": {
         "optimizer": partial(torch.optim.AdamW, lr=1e-3),
@@ -33,7 +34,7 @@ class Tell(pl.Callback):
 
 
 def learner(rules: str) -> pl.TorchLearner:
-    plain = make_learner(hidden=20_000)  # 1.9 MB
+    plain = make_learner(hidden=16 if rules == "small" else 20_000)  # 1.9 MB
     return pl.TorchLearner(
         plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **RULES[rules]
     )  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.testing import groups
 from paceline.testing.hosts import Hosts, missing
 
 pytestmark = [
@@ -175,6 +176,21 @@ def test_kill_ends_the_processes_of_one_host(hosts: Hosts) -> None:
     assert killed.wait(5) == -signal.SIGKILL
     assert spared.poll() is None
     hosts.link(2, rate=10 * MBIT)  # the wire, which made a device on every host, is on none
+
+
+def test_a_frozen_host_answers_when_it_is_thawed(hosts: Hosts) -> None:
+    if reason := groups.missing():
+        pytest.skip(reason)
+    serve(hosts, 1, ECHO)
+    hosts.freeze(1)
+    command = [sys.executable, "-S", "-c", ROUND_TRIP, hosts.ip(1), "0.5"]
+    assert hosts.run(0, command, timeout=20).returncode != 0
+    assert hosts.pids(1, sys.executable) == hosts.pids(1) and not hosts.pids(1, "other")
+    hosts.thaw(1)
+    assert printed(hosts, 0, ROUND_TRIP, hosts.ip(1), 5) < 0.03
+    hosts.freeze(1)
+    hosts.kill(1)
+    assert not hosts.pids(1)
 
 
 def test_run_gives_the_code_and_the_output_and_ends_in_time(hosts: Hosts) -> None:

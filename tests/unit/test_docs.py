@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import paceline as pl
 from paceline.cli.app import app
+from paceline.engines.ray.settings import SETTINGS
 from tests.console import Command, Edit, File, check, loose, read, snippets
 
 ROOT = Path(__file__).parents[2]
@@ -149,15 +150,15 @@ def test_the_kubernetes_file_has_unequal_workers_and_a_job_on_them() -> None:
     assert "backoffLimit" not in job["spec"]  # which KubeRay refuses together with a selector
     assert cluster["spec"]["authOptions"]["mode"] == "token"
     groups = cluster["spec"]["workerGroupSpecs"]
-    (cpus, names, images) = ([], [], [])
+    (cpus, settings, images) = ([], [], [])
     for group in [cluster["spec"]["headGroupSpec"], *groups]:
         (container,) = group["template"]["spec"]["containers"]
         cpus.append(container["resources"]["limits"]["cpu"])
         images.append(container["image"])
-        names.append([variable["name"] for variable in container["env"]])
+        settings.append({each["name"]: each["value"] for each in container["env"]})
     assert len(set(cpus[1:])) == len(groups) == 2  # unequal machines
     assert len(set(images)) == 1
-    assert all("RAY_health_check_period_ms" in each for each in names)
+    assert all({**each, "RAY_AUTH_MODE": "token"} == SETTINGS for each in settings)
     assert sum(group["replicas"] for group in groups) == 8
     assert all(group["rayStartParams"]["num-cpus"] == "1" for group in groups)
 

@@ -8,6 +8,7 @@ import click
 
 from paceline import __version__
 from paceline.cli.doctor import doctor
+from paceline.cli.environment import environment
 from paceline.cli.export import export
 from paceline.cli.journals import compare, report
 from paceline.cli.plan import plan, simulate
@@ -55,7 +56,8 @@ def app(debug: bool) -> None:
     """
 
 
-for command in (train, profile, plan, simulate, replay, report, compare, export, doctor):
+_ORDER = train, profile, plan, simulate, replay, report, compare, export, doctor, environment
+for command in _ORDER:
     app.add_command(command)
 
 

@@ -22,18 +22,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.engines.ray.settings import SETTINGS
+from paceline.testing.groups import Group
+
 # For everything that runs on a host. A token of these hosts alone, no reports; nothing killed or
-# slowed down for the sake of a machine that is not theirs alone; a silent host is lost in seconds,
-# not after a minute; and gloo takes the link, not what the machine's name resolves to.
+# slowed down for the sake of a machine that is not theirs alone; and gloo takes the link, not what
+# the machine's name resolves to.
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
+    **SETTINGS,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1500",
-    "RAY_health_check_failure_threshold": "3",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "eth0",
 }
@@ -99,6 +97,8 @@ class Hosts:
         self._started: list[tuple[int, subprocess.Popen[Any]]] = []
         self._wire: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()  # one question to the wire at a time
+        self._frozen: dict[int, Group] = {}
+        self._node_options: tuple[float, int, Mapping[str, str] | None] = (1, 0, None)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -197,6 +197,27 @@ class Hosts:
                 raise
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
+    def pids(self, host: int, begins: str = "") -> list[int]:
+        """Return the processes on a host, or those whose command line begins so."""
+        found = []
+        for pid in map(int, _ip("netns", "pids", self._name(host)).split()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if Path(f"/proc/{pid}/cmdline").read_text().startswith(begins):
+                    found.append(pid)
+        return found
+
+    def freeze(self, host: int) -> None:
+        """Stop every process on a host, as a machine that hangs; its kernel answers still."""
+        if host not in self._frozen:
+            self._frozen[host] = Group().__enter__()
+        self._frozen[host].add(*self.pids(host))
+        self._frozen[host].freeze()
+
+    def thaw(self, host: int) -> None:
+        """Let the processes on a host go on."""
+        if (group := self._frozen.pop(host, None)) is not None:
+            group.__exit__()
+
     def kill(self, host: int) -> None:
         """Kill every process on a host.
 
@@ -204,6 +225,7 @@ class Hosts:
         machine that is gone without a word.
         """
         name = self._name(host)
+        self.thaw(host)
         for where, process in self._started:
             if where == host:
                 process.kill()  # it may have been started, but not have come there yet
@@ -217,11 +239,10 @@ class Hosts:
         timeout: float = 90.0,
     ) -> str:
         """Start a head on host 0 and a node on each other host; return the address to join."""
-        address, until = f"{self.ip(0)}:{_PORT}", time.monotonic() + timeout
-        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--num-cpus=1"]
-        node = [f"--address={address}", f"--num-cpus={cpus:g}"]
-        for group, role in (([0], head), (range(1, self.count), node)):
-            started = [(host, self._start_node(host, role, object_store, env)) for host in group]
+        until = time.monotonic() + timeout
+        self._node_options = cpus, object_store, env
+        for group in ([0], range(1, self.count)):
+            started = [(host, self.start_node(host)) for host in group]
             for host, process in started:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, until - time.monotonic()))
@@ -231,11 +252,15 @@ class Hosts:
                         + ("has failed" if process.returncode else f"took over {timeout:g} s")
                         + f"; the end of its log:\n{self._log(host).read_text()[-2000:]}"
                     )
-        return address
+        return self._address()
 
-    def _start_node(
-        self, host: int, role: Sequence[str], object_store: int, env: Mapping[str, str] | None
-    ) -> subprocess.Popen[Any]:
+    def start_node(self, host: int) -> subprocess.Popen[Any]:
+        """Begin to start Ray on a host, as `start_ray` did, if it was lost; return the command."""
+        cpus, object_store, env = self._node_options
+        if host == 0:
+            role = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--num-cpus=1"]
+        else:
+            role = [f"--address={self._address()}", f"--num-cpus={cpus:g}"]
         beside = Path(sys.executable).parent / "ray"
         command = str(beside) if beside.exists() else shutil.which("ray")
         if command is None:
@@ -249,6 +274,9 @@ class Hosts:
         # A file, not a pipe: the daemons that it leaves behind would hold a pipe open.
         with self._log(host).open("w") as log:
             return self.popen(host, [command, "start", *role, *common], env, stdout=log, stderr=log)
+
+    def _address(self) -> str:
+        return f"{self.ip(0)}:{_PORT}"
 
     def _token(self) -> Path:
         return self._folder / "token"

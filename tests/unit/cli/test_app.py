@@ -46,7 +46,7 @@ def test_every_command_has_help() -> None:
     told = CliRunner().invoke(app, ["--help"]).output
     assert list(app.commands) == [
         *("train", "profile", "plan", "simulate", "replay", "report", "compare"),
-        *("export", "doctor"),
+        *("export", "doctor", "env"),
     ]
     for name in app.commands:
         assert name in told

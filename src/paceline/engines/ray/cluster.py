@@ -9,10 +9,11 @@ from typing import Any
 import ray
 
 from paceline.engines.ray import preflight, token_file
+from paceline.engines.ray.settings import SETTINGS
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # by default workers yield to everything else on the host
+    "RAY_worker_niceness": SETTINGS["RAY_worker_niceness"],
 }
 
 

@@ -1,0 +1,489 @@
+"""Training on real Ray nodes on which something fails every few seconds, beside calm in turns.
+
+Hosts are network namespaces of this machine: the head with the driver, and three with eight
+workers, each of which has an eighth of one core, so that what a lost worker does not use nobody
+gets. In turns with faults, every few seconds a worker is killed, stopped, or starved; a host's
+link is cut or throttled, all its processes are frozen, or its raylet is killed; or the disk of the
+checkpoints is full. A node that Ray has given up is started again, as a service manager would.
+Goodput is the samples that went into the model for the same worker-seconds, with faults and
+without, where a worker that is stopped, frozen or cut off, or not up, has none, and a starved one
+what it was left. Every run must use each sample once, its journal must replay, and the last
+checkpoint must be readable. Needs Linux and root.
+
+    python benchmarks/chaos_ray.py [--quick] [--seconds 300] [--every 5] [--policy rennala|k_sync]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline as pl
+import paceline.checkpoint as checkpoint
+from _report import finish, machine, parser, table
+from paceline.testing import groups, hosts
+from paceline.testing.groups import Group
+from paceline.testing.hosts import Hosts
+
+GOODPUT = 0.90
+EACH = 3  # workers that a host has room for
+CORES = 1.0  # for all workers together
+TIMEOUT = 8.0  # seconds for a task, which takes some tenths of one
+POLICIES = {"rennala": pl.rennala(8), "k_sync": pl.k_sync(5)}
+NODE = ("cut", "freeze", "raylet")  # what befalls a whole host, one at a time
+KINDS = {"kill": 5, "stop": 4, "starve": 4, "throttle": 2, "cut": 2, "freeze": 2, "raylet": 1,
+         "disk": 1}  # fmt: skip
+
+
+# --- the driver, on host 0 -----------------------------------------------------------------------
+
+
+def slow_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Take some hundredths of a second of a core, so that faults fall into the middle of tasks."""
+    inputs, targets = batch
+    weight = torch.eye(160)
+    for _ in range(6):
+        weight = weight @ torch.eye(160)
+    return nn.functional.mse_loss(model(inputs), targets) * weight[0, 0]
+
+
+def learner() -> pl.TorchLearner:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4096, 16, generator=generator)
+    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    sgd = partial(torch.optim.SGD, lr=0.02)
+    return pl.TorchLearner(model, slow_loss, sgd, data, batch_size=256, micro_batch=4)
+
+
+class Tell(pl.Callback):
+    """Tells which processes are workers, whenever there are others."""
+
+    def __init__(self, engine: pl.Ray) -> None:
+        self._engine = engine
+        self._told: dict[str, int] = {}
+
+    def stepped(self, progress: pl.Progress) -> None:
+        pool = self._engine._pool
+        members = pool.members.values() if pool is not None else ()
+        pids = {m.name: m.place.pid for m in members if m.joined and m.place is not None}
+        if pids != self._told:
+            self._told = pids
+            say(pids=pids)
+
+
+def say(**things: Any) -> None:
+    print(json.dumps(things), flush=True)
+
+
+def drive(address: str, workers: int, policy: str, folder: Path) -> None:
+    """Train as standard input says, a line for each run: seconds, and the seed."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    saves = pl.Checkpoints(folder / "disk" / "saved", every=20, keep=2)
+    engine = pl.Ray(
+        workers, address=address, cpus=1, timeout=TIMEOUT, start_timeout=60.0, respawns=10**6
+    )
+    with engine:
+        for line in sys.stdin:
+            order = json.loads(line)
+            journal = folder / f"{order['seed']}.jsonl"
+            run = pl.Trainer(
+                learner(), POLICIES[policy], engine, callbacks=[Tell(engine)], progress=False,
+                seed=order["seed"], journal=journal, checkpoints=saves,
+                min_workers=order["least"],
+            ).fit(seconds=order["seconds"])  # fmt: skip
+            assert pl.replay(run.policy, run.journal) == run.journal, "the journal does not replay"
+            exactly_once(run)
+            say(
+                done=run.reason,
+                steps=run.steps,
+                samples=run.meter.samples_used,
+                worker_seconds=run.meter.worker_seconds,
+                seconds=run.meter.now,  # to the end, and not to the last step alone
+                memory=_memory(),
+            )
+
+
+def exactly_once(run: pl.Run) -> None:
+    place = 0
+    for stretch in run.samples():
+        assert stretch.draw == place, f"sample {place} is missing or doubled"
+        place += stretch.samples
+
+
+def _memory() -> float:
+    """Return the megabytes that this process has."""
+    status = Path("/proc/self/status").read_text()
+    return float(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+class Fleet:
+    """The driver, its workers' processes with their shares of a core, and what befalls them."""
+
+    def __init__(self, hosts: Hosts, workers: int, seed: int, folder: Path) -> None:
+        self.hosts, self.workers, self.folder = hosts, workers, folder
+        self.faults: Counter[str] = Counter()
+        self._rng = random.Random(seed)
+        self._share = CORES / workers
+        self._groups: dict[int, Group] = {}
+        self._host_of: dict[int, int] = {}
+        self._left: dict[int, float] = {}  # to processes that are hindered, of their share
+        self._healing: list[tuple[float, Callable[[], None]]] = []
+        self._troubled: int | None = None  # the host of which all is affected
+        self._away: set[int] = set()  # the same, while it can do nothing
+        self._suspect = False  # whether a node may have been given up that does not know it
+        self._starting: dict[int, subprocess.Popen[Any]] = {}
+
+    def know(self, pids: dict[str, int]) -> None:
+        """Give every worker its share, and forget those who are gone."""
+        for pid in set(pids.values()) - set(self._groups):
+            self._groups[pid] = Group([pid], self._share).__enter__()
+            for host in range(1, self.hosts.count):
+                if pid in self.hosts.pids(host):
+                    self._host_of[pid] = host
+        for pid in set(self._groups) - set(pids.values()):
+            self._groups.pop(pid).__exit__()
+
+    def able(self) -> float:
+        """Return how many workers can compute and answer."""
+        return sum(
+            self._left.get(pid, 1.0) for pid in self._groups
+            if self._host_of.get(pid) not in self._away and Path(f"/proc/{pid}/exe").exists()
+        )  # fmt: skip
+
+    def strike(self) -> None:
+        """Have something go wrong."""
+        kinds = dict(KINDS)
+        if self._troubled is not None:
+            kinds = {kind: often for kind, often in kinds.items() if kind not in NODE}
+        kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
+        pid = self._rng.choice(sorted(self._groups)) if self._groups else None
+        host = self._rng.randrange(1, self.hosts.count)
+        if pid is None:
+            return
+        self.faults[kind] += 1
+        seconds = self._rng.uniform(1.0, 10.0)
+        match kind:
+            case "kill":
+                _signal(pid, signal.SIGKILL)
+            case "stop":
+                _signal(pid, signal.SIGSTOP)
+                self._hinder(pid, 0.0, seconds)
+            case "starve":
+                less = max(self._share / 10, 0.01)
+                self._groups[pid].limit(less)
+                self._hinder(pid, less / self._share, seconds)
+            case "throttle":
+                self.hosts.link(host, rate=1e6)
+                self._heal_after(seconds, partial(self.hosts.link, host, rate=1e9))
+            case "disk":
+                filler = self.folder / "disk" / "filler"
+                with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+                    while file.write(bytes(1 << 16)):
+                        pass
+                self._heal_after(seconds, partial(filler.unlink, missing_ok=True))
+            case _:
+                self._strike_host(kind, host, seconds)
+
+    def _strike_host(self, kind: str, host: int, seconds: float) -> None:
+        self._troubled, self._suspect = host, True
+        if kind == "raylet":
+            for pid in self._raylets(host):
+                _signal(pid, signal.SIGKILL)
+            return
+        self._away.add(host)
+        if kind == "cut":
+            self.hosts.link(host, up=False)
+        else:
+            self.hosts.freeze(host)
+        self._heal_after(seconds, partial(self._return, host))
+
+    def _return(self, host: int) -> None:
+        self.hosts.link(host, up=True)
+        self.hosts.thaw(host)
+        self._away.discard(host)
+
+    def _hinder(self, pid: int, left: float, seconds: float) -> None:
+        """Note what a process is left, and let it be as before after a while."""
+        self._left[pid] = min(left, self._left.get(pid, 1.0))
+        self._heal_after(seconds, partial(self._free, pid))
+
+    def _free(self, pid: int) -> None:
+        self._left.pop(pid, None)
+        if pid in self._groups:
+            _signal(pid, signal.SIGCONT)
+            self._groups[pid].limit(self._share)
+
+    def tend(self) -> None:
+        """Heal what is due, and start nodes again that Ray has given up."""
+        now = time.monotonic()
+        for due in [each for each in self._healing if each[0] <= now]:
+            self._healing.remove(due)
+            due[1]()
+        host = self._troubled
+        if host is None or host in self._away:
+            return
+        started = self._starting.get(host)
+        if started is not None:
+            if started.poll() is None:
+                return
+            del self._starting[host]
+        if self._raylets(host):
+            self._troubled = None
+        else:
+            self.hosts.kill(host)
+            self._starting[host] = self.hosts.start_node(host)
+
+    def heal(self) -> None:
+        """End all troubles, and wait until every host has its node again."""
+        self._healing = [(0.0, action) for _, action in self._healing]
+        until = time.monotonic() + 120
+        self.tend()
+        # A node that was cut off for long learns only now that it is given up, and ends.
+        quiet = time.monotonic() + 8 * self._suspect
+        self._suspect = False
+        while time.monotonic() < quiet or self._troubled is not None:
+            for host in range(1, self.hosts.count):
+                if self._troubled is None and not self._raylets(host):
+                    self._troubled = host
+            self.tend()
+            if time.monotonic() > until:
+                raise RuntimeError(f"host {self._troubled} has no node after two minutes")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        while self._groups:
+            self._groups.popitem()[1].__exit__()
+
+    def _heal_after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._healing.append((time.monotonic() + seconds, action))
+
+    def _raylets(self, host: int) -> list[int]:
+        pids = self.hosts.pids(host)
+        return [pid for pid in pids if _program(pid) == "raylet"]
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _signal(pid: int | None, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid or 0, number)
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The driver's process, and the lines that it says."""
+
+    def __init__(self, hosts: Hosts, address: str, workers: int, policy: str, folder: Path) -> None:
+        paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
+        command = [sys.executable, __file__, "--drive", address, "--workers", str(workers)]
+        pipe = subprocess.PIPE
+        self._log = open(folder / "driver.log", "w+")  # noqa: SIM115
+        self.process = hosts.popen(
+            0, [*command, "--policy", policy, "--folder", str(folder)],
+            env={"PYTHONPATH": os.pathsep.join(paths)}, stdin=pipe, stdout=pipe,
+            stderr=self._log, text=True,
+        )  # fmt: skip
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout or ():
+            if line.startswith("{"):
+                self._lines.put(json.loads(line))
+        self._lines.put({"gone": True})
+
+    def order(self, **things: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(things) + "\n")
+        self.process.stdin.flush()
+
+    def heard(self, seconds: float) -> dict[str, Any]:
+        """Return the next that it says, or nothing."""
+        try:
+            said = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return {}
+        if "gone" in said:
+            self._log.seek(0)
+            raise RuntimeError(f"the driver has ended:\n{self._log.read()[-4000:]}")
+        return said
+
+    def losses(self) -> Counter[str]:
+        """Count what the driver said of workers that were lost."""
+        self._log.flush()
+        text = Path(self._log.name).read_text()
+        return Counter(
+            " ".join(word for word in line.split(" is lost: ")[1].split() if word.isalpha())
+            for line in text.splitlines()
+            if " is lost: " in line
+        )
+
+
+def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) -> dict[str, Any]:
+    """Train for a while; with faults if `every` is finite."""
+    calm = every == float("inf")
+    driver.order(seconds=seconds, seed=seed, least=fleet.workers if calm else 1)
+    begun = end = None
+    able, mark = 0.0, time.monotonic()
+    until = time.monotonic() + 3 * seconds + 240
+    while time.monotonic() < until:
+        said = driver.heard(0.1)
+        now = time.monotonic()
+        if end is not None:
+            able += fleet.able() * max(0.0, min(now, end) - mark)
+        mark = now
+        if "pids" in said:
+            begun, end = begun or now, end or now + seconds
+            fleet.know(said["pids"])
+        if "done" in said:
+            fleet.heal()
+            return {**said, "able_seconds": able}
+        if begun is not None and not calm:
+            if now >= begun + every:
+                begun += every
+                fleet.strike()
+            fleet.tend()
+    raise RuntimeError(f"no end of a run of {seconds:g} s after {3 * seconds + 240:g} s")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Have a disk of some megabytes for the checkpoints."""
+    disk = folder / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "paceline", str(disk)]
+    subprocess.run(command, check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=10)
+
+
+def measure(
+    seconds: float, every: float, policy: str, count: int = 4, turns: int = 5, calm: float = 1.0
+) -> dict[str, Any]:
+    """Train so many seconds with faults, and `calm` times as long without, in turns."""
+    if reason := hosts.missing() or groups.missing():
+        raise RuntimeError(f"{reason}; this benchmark needs hosts of its own")
+    workers = EACH * (count - 1) - (count > 2)
+    folder = Path(tempfile.mkdtemp(prefix="chaos"))
+    sums: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    memory = []
+    rates = []
+    with contextlib.ExitStack() as leave:
+        leave.callback(shutil.rmtree, folder, ignore_errors=True)
+        leave.enter_context(small_disk(folder))
+        place = leave.enter_context(Hosts(count, delay=0.001, rate=1e9))
+        address = place.start_ray(cpus=EACH, object_store=100_000_000)
+        fleet = Fleet(place, workers, 0, folder)
+        leave.callback(fleet.close)
+        driver = Driver(place, address, workers, policy, folder)
+        turn(driver, fleet, 5.0, float("inf"), 0)  # to warm up
+        for number in range(1, turns + 1):
+            for faulty in (False, True):
+                length = seconds / turns * (1.0 if faulty else calm)
+                gap = every if faulty else float("inf")
+                said = turn(driver, fleet, length, gap, 2 * number + faulty)
+                for name in ("samples", "worker_seconds", "able_seconds", "seconds", "steps"):
+                    sums[faulty][name] += said[name]
+                memory.append(round(said["memory"], 1))
+                rates.append(round(said["samples"] / said["able_seconds"], 1))
+                print(
+                    f"turn {number}, {'with faults' if faulty else 'calm'}: {said['steps']} steps "
+                    f"in {said['seconds']:.0f} s, {rates[-1]} samples a worker-second, "
+                    f"{said['worker_seconds'] / said['seconds']:.2f} workers there and "
+                    f"{said['able_seconds'] / said['seconds']:.2f} able, {said['done']}",
+                    flush=True,
+                )
+        saved = pl.Checkpoints(folder / "disk" / "saved")
+        last = checkpoint.read(checkpoint.newest(Path(saved.path))).step
+        losses = driver.losses()
+    table(["fault", "times"], [[name, str(n)] for name, n in fleet.faults.most_common()])
+    table(["worker lost", "times"], [[name, str(n)] for name, n in losses.most_common()])
+    with_, without = sums[True], sums[False]
+
+    def ratio(unit: str) -> float:
+        """Return samples for each of these, with faults against without."""
+        return (with_["samples"] / with_[unit]) / (without["samples"] / without[unit])
+
+    return {
+        "policy": policy,
+        "workers": workers,
+        "seconds_with_faults": with_["seconds"],
+        "seconds_without": without["seconds"],
+        "faults": dict(fleet.faults),
+        "workers_lost": losses.total(),
+        "goodput": ratio("able_seconds"),
+        "goodput_of_workers_taken_for_there": ratio("worker_seconds"),
+        "goodput_by_the_clock": ratio("seconds"),
+        "workers_there": with_["worker_seconds"] / with_["seconds"] / workers,
+        "workers_able": with_["able_seconds"] / with_["seconds"] / workers,
+        "samples_a_worker_second": rates,  # turn by turn, without and with
+        "driver_megabytes": memory,
+        "last_checkpoint": last,
+    }
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.drive:
+        drive(arguments.drive, arguments.workers, arguments.policy, arguments.folder)
+        return
+    quick = arguments.quick
+    seconds = arguments.seconds or (10.0 if quick else 300.0)
+    size = {"count": 2, "turns": 1} if quick else {"turns": arguments.turns}
+    found = measure(
+        seconds, 2.0 if quick else arguments.every, arguments.policy, calm=arguments.calm, **size
+    )
+    ok = quick or found["goodput"] >= GOODPUT  # too short to say
+    finish("chaos_ray", found, {"goodput": GOODPUT}, ok, machine("ray", "torch"), quick)
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, help="of training with faults")
+    options.add_argument("--every", type=float, default=5.0, help="seconds between two faults")
+    options.add_argument("--turns", type=int, default=5, help="in which that is done")
+    options.add_argument("--calm", type=float, default=1.0, help="times as long without faults")
+    options.add_argument("--policy", choices=sorted(POLICIES), default="rennala")
+    options.add_argument("--drive", help=argparse.SUPPRESS)
+    options.add_argument("--workers", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return options.parse_args()
+
+
+if __name__ == "__main__":
+    main()

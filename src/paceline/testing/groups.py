@@ -1,0 +1,139 @@
+"""Processes that the kernel holds or slows together: a control group, on Linux, as root."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+_PERIOD = 100_000  # microseconds; the kernel gives no less than one in a hundred of it
+_numbers = itertools.count()
+
+
+def missing() -> str | None:
+    """Say what this machine lacks for `Group`, or None if it lacks nothing."""
+    if os.geteuid() != 0:
+        return "control groups need root"
+    if _freezer() is None or _processor() is None:
+        return "there is no control group that freezes and limits processes"
+    return None
+
+
+class Group:
+    """Processes that can be frozen and limited to so many cores while entered.
+
+    What they start is in it too. On leaving, they run on freely.
+    """
+
+    def __init__(self, pids: Iterable[int] = (), cores: float | None = None) -> None:
+        self._pids, self._cores = tuple(pids), cores
+        self._name = f"paceline{os.getpid()}n{next(_numbers)}"
+        self._folders: list[Path] = []
+
+    def __enter__(self) -> Self:
+        if reason := missing():
+            raise RuntimeError(f"{reason}; skip what needs Group where missing() says something")
+        self._folders = [_child(root, self._name) for root in (_freezer(), _processor()) if root]
+        self.add(*self._pids)
+        if self._cores is not None:
+            self.limit(self._cores)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.thaw()
+        for folder in set(self._folders):
+            _empty(folder)
+        self._folders = []
+
+    def add(self, *pids: int) -> None:
+        """Take processes in; those that have ended meanwhile are left out."""
+        for folder in set(self._folders):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    _write(folder / "cgroup.procs", str(pid))
+
+    def limit(self, cores: float) -> None:
+        """Let them all together have so many cores."""
+        if not 0.01 <= cores <= 1024:
+            raise ValueError(f"cores={cores} is not within 0.01 and 1024; try 0.5")
+        folder, quota = self._folders[1], int(cores * _PERIOD)
+        if (folder / "cpu.max").exists():
+            _write(folder / "cpu.max", f"{quota} {_PERIOD}")
+        else:
+            _write(folder / "cpu.cfs_period_us", str(_PERIOD))
+            _write(folder / "cpu.cfs_quota_us", str(quota))
+
+    def freeze(self) -> None:
+        """Stop them all, at once, without their notice."""
+        self._hold(True)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        self._hold(False)
+
+    def _hold(self, still: bool) -> None:
+        folder = self._folders[0]
+        if (folder / "cgroup.freeze").exists():
+            _write(folder / "cgroup.freeze", f"{still:d}")
+        else:
+            _write(folder / "freezer.state", "FROZEN" if still else "THAWED")
+
+
+def _mounts() -> list[tuple[str, Path, list[str]]]:
+    """Return the kinds of control groups that there are, where, and with what in them."""
+    found = []
+    with suppress(FileNotFoundError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, where, kind, options, *_ = line.split()
+            if kind in ("cgroup", "cgroup2"):
+                found.append((kind, Path(where), options.split(",")))
+    return found
+
+
+def _freezer() -> Path | None:
+    """Return where processes can be frozen: the newer kind can everywhere."""
+    for kind, where, options in sorted(_mounts(), reverse=True):
+        if kind == "cgroup2" or "freezer" in options:
+            return where
+    return None
+
+
+def _processor() -> Path | None:
+    """Return where the use of cores can be limited."""
+    for kind, where, options in _mounts():
+        if kind == "cgroup" and "cpu" in options:
+            return where
+        if kind == "cgroup2" and "cpu" in (where / "cgroup.controllers").read_text().split():
+            _write(where / "cgroup.subtree_control", "+cpu")
+            return where
+    return None
+
+
+def _child(root: Path, name: str) -> Path:
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _empty(folder: Path) -> None:
+    """Put the processes of a group back into the one above, and remove it."""
+    until = time.monotonic() + 5
+    while True:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                _write(folder.parent / "cgroup.procs", pid)
+        try:
+            return folder.rmdir()
+        except OSError:  # one is just being started, or ending
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w", encoding="ascii") as opened:
+        opened.write(text)
