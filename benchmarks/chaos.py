@@ -2,45 +2,44 @@
 
 `storm` trains whole runs on a simulated Ray with lost, doubled, late, wrong and stray answers,
 crashes, pauses and driver kills, and checks what must hold after every event. `planted` puts bugs
-into Paceline and counts how many storms it takes to find each. `ray` trains on real processes that
-are killed, paused and starved every few seconds, beside the same run without faults, in turns.
+into Paceline and counts how many storms it takes to find each. `ray` is chaos_ray.py: nodes and
+workers that fail every few seconds, beside the same run without faults. `resume` is
+chaos_resume.py: the driver killed again and again. `corrupted` damages checkpoints, and `security`
+knocks at a cluster's doors: both are tests, which are counted here. The soak is chaos_soak.py.
 
-    python benchmarks/chaos.py [--quick] [--part storm|planted|ray] [--seed N]
+    python benchmarks/chaos.py [--quick] [--part NAME] [--seed N]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import multiprocessing
 import os
-import random
+import re
 import shutil
-import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import paceline as pl
+import chaos_ray
+import chaos_resume
 from _report import finish, machine, parser, table
-from paceline.testing import Throttle
 from paceline.testing.planted import BUGS, planted
 from paceline.testing.storm import Outcome, Violation, play
 
 STORMS = 10_000
 FAULTS = 500_000
 FOUND_WITHIN = 2_000  # storms
-PARTS = ("storm", "planted", "ray")
-GOODPUT = 0.90  # of the run without faults, corrected for the time that workers were away
+PARTS = ("storm", "planted", "ray", "resume", "corrupted", "security")
+KILLS = 30  # of the driver
+CASES = 12  # of security
+CORRUPTED = 200  # checkpoints
 
 
 # --- simulated -----------------------------------------------------------------------------------
@@ -107,119 +106,19 @@ def find_planted(most: int) -> dict[str, int | None]:
     return found
 
 
-# --- real processes ------------------------------------------------------------------------------
+# --- tests that count ----------------------------------------------------------------------------
 
 
-def slow_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Take a few hundredths of a second, so that faults fall into the middle of tasks."""
-    inputs, targets = batch
-    weight = torch.eye(160)
-    for _ in range(40):
-        weight = weight @ torch.eye(160)
-    return nn.functional.mse_loss(model(inputs), targets) * weight[0, 0]
-
-
-def learner() -> pl.TorchLearner:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(4096, 16, generator=generator)
-    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-    sgd = partial(torch.optim.SGD, lr=0.02)
-    return pl.TorchLearner(model, slow_loss, sgd, data, batch_size=64, micro_batch=4)
-
-
-class Faults(pl.Callback):
-    """Kills, pauses or starves a random worker every so many seconds."""
-
-    def __init__(self, engine: pl.Ray, every: float, seed: int) -> None:
-        self._engine, self._every = engine, every
-        self._rng = random.Random(seed)
-        self._next = 0.0
-        self._paused: list[tuple[float, int]] = []
-        self._starved: list[tuple[float, contextlib.ExitStack]] = []
-        self.done: Counter[str] = Counter()
-
-    def started(self, live: pl.Live) -> None:
-        self._next = time.monotonic() + self._every
-
-    def stepped(self, progress: pl.Progress) -> None:
-        now = time.monotonic()
-        for at, pid in [each for each in self._paused if each[0] <= now]:
-            _signal(pid, signal.SIGCONT)
-            self._paused.remove((at, pid))
-        for at, starving in [each for each in self._starved if each[0] <= now]:
-            starving.close()
-            self._starved.remove((at, starving))
-        if now < self._next:
-            return
-        self._next += self._every
-        pids = sorted(self._engine.pids().items())
-        if not pids:
-            return
-        _, pid = self._rng.choice(pids)
-        kind = self._rng.choice(("kill", "pause", "starve"))
-        self.done[kind] += 1
-        if kind == "kill":
-            _signal(pid, signal.SIGKILL)
-        elif kind == "pause":
-            _signal(pid, signal.SIGSTOP)
-            self._paused.append((now + self._rng.uniform(0.5, 4.0), pid))
-        else:
-            starving = contextlib.ExitStack()
-            with contextlib.suppress(ProcessLookupError):  # it may just have been lost
-                starving.enter_context(Throttle(pid, 0.1))
-            self._starved.append((now + self._rng.uniform(1.0, 5.0), starving))
-
-    def ended(self, reason: str) -> None:
-        for _, pid in self._paused:
-            _signal(pid, signal.SIGCONT)
-        for _, starving in self._starved:
-            starving.close()
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def on_ray(seconds: float, every: float, workers: int = 8) -> dict[str, Any]:
-    """Train for so long with faults and without, a third of it at a time, in turns."""
-    samples = {True: 0.0, False: 0.0}
-    there = {True: 0.0, False: 0.0}
-    took = {True: 0.0, False: 0.0}
-    faults: Counter[str] = Counter()
-    with pl.Ray(workers, timeout=6.0, respawns=10**6) as engine:
-        for turn in range(3):
-            for faulty in (True, False):
-                trouble = Faults(engine, every, seed=turn)
-                watch = [trouble] if faulty else []
-                run = pl.Trainer(
-                    learner(), pl.k_sync(6), engine, callbacks=watch, progress=False, seed=turn
-                ).fit(seconds=seconds / 3)
-                assert pl.replay(run.policy, run.journal) == run.journal
-                _exactly_once(run)
-                samples[faulty] += run.meter.samples_used
-                there[faulty] += run.meter.worker_seconds
-                took[faulty] += run.meter.now  # to the end, and not to the last step alone
-                faults += trouble.done
-    rates = {faulty: samples[faulty] / took[faulty] for faulty in samples}
-    corrected = (samples[True] / there[True]) / (samples[False] / there[False])
-    return {
-        "seconds": sum(took.values()),
-        "faults": dict(faults),
-        "samples_per_second": {"with": rates[True], "without": rates[False]},
-        "goodput": corrected,  # for the same worker-seconds
-        "goodput_by_the_clock": rates[True] / rates[False],
-        "workers_there": there[True] / took[True] / workers,
-    }
-
-
-def _exactly_once(run: pl.Run) -> None:
-    place = 0
-    for stretch in run.samples():
-        assert stretch.draw == place, f"sample {place} is missing or doubled"
-        place += stretch.samples
+def tested(file: str) -> int:
+    """Run a file of tests; return how many passed, if none failed."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=root)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    if done.returncode or passed is None:
+        print(done.stdout[-3000:], flush=True)
+        return 0
+    return int(passed[1])
 
 
 # --- all -----------------------------------------------------------------------------------------
@@ -246,10 +145,23 @@ def main() -> None:
         figures["planted"] = find_planted(100 if quick else FOUND_WITHIN)
         checks.append(None not in figures["planted"].values())
     if "ray" in parts:
-        seconds = arguments.seconds or (6.0 if quick else 300.0)
-        figures["ray"] = on_ray(seconds, 1.0 if quick else arguments.every)
-        checks.append(quick or figures["ray"]["goodput"] >= GOODPUT)  # too short to say
-    bounds = {"faults": FAULTS, "found_within": FOUND_WITHIN, "goodput": GOODPUT}
+        seconds = 10.0 if quick else 300.0
+        size = {"count": 2, "turns": 1} if quick else {}
+        figures["ray"] = chaos_ray.measure(seconds, 2.0 if quick else 5.0, "rennala", **size)
+        checks.append(quick or figures["ray"]["goodput"] >= chaos_ray.GOODPUT)  # too short to say
+    if "resume" in parts and not quick:
+        figures["resume"] = found = chaos_resume.kills(KILLS, "sync", 0)
+        checks.append(found["kills"] == KILLS)
+    if "corrupted" in parts and not quick:
+        figures["corrupted"] = tested("tests/unit/test_checkpoint_corrupt.py")
+        checks.append(figures["corrupted"] >= CORRUPTED)
+    if "security" in parts and not quick:
+        figures["security"] = tested("tests/cluster/test_security.py")
+        checks.append(figures["security"] >= CASES)
+    bounds = {
+        "faults": FAULTS, "found_within": FOUND_WITHIN, "goodput": chaos_ray.GOODPUT,
+        "kills": KILLS, "corrupted": CORRUPTED, "security": CASES,
+    }  # fmt: skip
     finish("chaos", figures, bounds, all(checks), machine("ray", "torch"), quick)
 
 
@@ -260,10 +172,6 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--storms", type=int, help="how many")
     options.add_argument("--first", type=int, default=0, help="the first seed")
     options.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    options.add_argument("--seconds", type=float, help="of training with faults on Ray")
-    options.add_argument(
-        "--every", type=float, default=5.0, help="seconds between two faults on Ray"
-    )
     return options.parse_args()
 
 
