@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -92,7 +93,7 @@ class Watch(pl.Callback):
     """Notes what this process uses, every so many seconds."""
 
     every: float
-    rows: list[tuple[float, float, float, int, int]] = field(default_factory=list)
+    rows: list[tuple[float, ...]] = field(default_factory=list)
     _next: float = 0.0
 
     def stepped(self, progress: pl.Progress) -> None:
@@ -104,7 +105,8 @@ class Watch(pl.Callback):
         )
         resident, own = (int(status[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon"))
         files, threads = len(os.listdir("/proc/self/fd")), int(status["Threads"])
-        self.rows.append((progress.seconds, resident, own, files, threads))
+        blocks = sys.getallocatedblocks()  # what Python's own objects are made of
+        self.rows.append((progress.seconds, resident, own, files, threads, blocks))
 
 
 class Lines(logging.Handler):
@@ -156,6 +158,10 @@ def judged(rows: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
         slope, _, low, high = theilslopes(late[:, column], seconds)
         found[f"{name}_mb"] = round(float(late[-1, column]), 1)
         found[f"{name}_mb_per_10_minutes"] = [round(600 * float(x), 2) for x in (slope, low, high)]
+    # If these stay and the memory grows, it is that of Ray's own threads, which Python cannot see.
+    found["python_blocks_per_10_minutes"] = round(600 * float(theilslopes(late[:, 5], seconds)[0]))
+    places = np.linspace(0, len(rows) - 1, 11).astype(int)
+    found["rss_mb_along"] = [round(float(each), 1) for each in rows[places, 1]]
     found["rss_grown_mb"] = round(float(late[-1, 1] - late[0, 1]), 2)
     first, last = late[seconds < begin + third], late[seconds >= begin + 2 * third]
     for name, column in (("files", 3), ("threads", 4)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from threading import Lock
 from typing import TypeAlias
 
 MOST = 20
@@ -30,49 +29,47 @@ class Quota(logging.Filter):
     """Lets through what is new, and of what is not the first `most` in so many seconds.
 
     The last one let through says that there may be more, and the first one of the next window how
-    many there were. To have all, take the filter off: `logging.getLogger(name).filters.clear()`.
+    many there were; threads that log at the very same moment may be miscounted by one. To have all,
+    take the filter off: `logging.getLogger(name).filters.clear()`.
     """
 
     def __init__(self, most: int = MOST, seconds: float = WINDOW) -> None:
         super().__init__()
         self._most, self._seconds = most, seconds
         self._counts: dict[_Kind, _Count] = {}  # as many as there are format strings in the source
-        self._lock = Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
             return True
         kind = record.levelno, str(record.msg)
-        with self._lock:
-            count = self._counts.setdefault(kind, _Count(record.created))
-            if not 0 <= record.created - count.began < self._seconds:  # or the clock was set back
-                before, count = count, _Count(record.created)
-                self._counts[kind] = count
-                if before.left_out:
-                    more = f"; {before.left_out} like it were left out before"
-                    record.msg, record.args = record.getMessage() + more, ()
-            count.seen += 1
-            if count.seen > self._most:
-                count.left_out += 1
-                return False
-            if count.seen == self._most:
-                left = count.began + self._seconds - record.created
-                more = f"; more like it are left out for {left:.0f} s"
+        count = self._counts.setdefault(kind, _Count(record.created))
+        if not 0 <= record.created - count.began < self._seconds:  # or the clock was set back
+            before, count = count, _Count(record.created)
+            self._counts[kind] = count
+            if before.left_out:
+                more = f"; {before.left_out} like it were left out before"
                 record.msg, record.args = record.getMessage() + more, ()
+        count.seen += 1
+        if count.seen > self._most:
+            count.left_out += 1
+            return False
+        if count.seen == self._most:
+            left = count.began + self._seconds - record.created
+            more = f"; more like it are left out for {left:.0f} s"
+            record.msg, record.args = record.getMessage() + more, ()
         return True
 
     def left_out(self) -> dict[_Kind, int]:
         """Return how many of each kind were left out and not told of, and count anew."""
-        with self._lock:
-            found = {kind: c.left_out for kind, c in self._counts.items() if c.left_out}
-            for count in self._counts.values():
-                count.left_out = 0
+        counts = list(self._counts.items())
+        found = {kind: count.left_out for kind, count in counts if count.left_out}
+        for _, count in counts:
+            count.left_out = 0
         return found
 
     def clear(self) -> None:
         """Begin as if nothing had been logged."""
-        with self._lock:
-            self._counts.clear()
+        self._counts.clear()
 
 
 _quotas: dict[str, Quota] = {}

@@ -13,6 +13,8 @@ from paceline.engines.ray import preflight, token_file
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # by default workers yield to everything else on the host
+    # Notes of every call for a dashboard, which is not started: up to 100,000 of them in memory.
+    "RAY_task_events_report_interval_ms": "0",
 }
 
 
