@@ -12,8 +12,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from paceline.core import logs
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token file in the tester's home
+
+
+@pytest.fixture(autouse=True)
+def all_is_logged() -> None:
+    """Count no record of another test: what is said too often is left out."""
+    logs.clear()
 
 
 def cross_entropy(model: nn.Module, batch: list[Tensor]) -> Tensor:

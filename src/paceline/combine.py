@@ -5,7 +5,6 @@ What does not is refused before anything is started, with a sentence that says w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.callbacks import Callback
 from paceline.checkpoint import Checkpoints
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Policy, Prices, Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
@@ -26,7 +26,7 @@ from paceline.policies.wrappers import Among
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def check_policy(policy: Policy, learner: Learner, workers: int) -> None:

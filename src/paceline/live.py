@@ -5,7 +5,6 @@ It is drawn from a thread of its own, so that it moves also while everybody wait
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,18 +13,20 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline.callbacks import Callback, Live, Progress, ProgressLine
+from paceline.core.logs import logger_of
 from paceline.report.glance import MANY, Glance, Row, as_html, glance, sparkline
 
 if TYPE_CHECKING:  # of the extra [live], loaded when a run begins
     from rich.text import Text
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 EVERY = 0.25
 """Seconds from one picture to the next on a terminal."""
 EVERY_NOTEBOOK = 1.0
 """The same in a notebook, where each is sent as a message."""
 
+_PATIENCE = 5.0  # seconds for the picture that is being drawn when a run ends
 _LINES = 9  # that are not workers, at most
 _BAR = 8  # characters
 _COLUMNS = {  # name: width, from the one that is left out last to the first
@@ -370,4 +371,10 @@ class _Ticker:
 
     def stop(self) -> None:
         self._done.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            logger.warning(
+                "the live view has not ended in %g s and is left as it is; if its terminal is "
+                "stopped (Ctrl-S), Ctrl-Q lets it go on",
+                _PATIENCE,
+            )

@@ -87,7 +87,8 @@ class Swarm:
             for node in nodes
         }
         self.journals = {node: Journal(head, journals(node)) for node, head in headers.items()}
-        self.meter = PeersMeter(headers)
+        path = next(iter(self.journals.values())).path
+        self.meter = PeersMeter(headers, None if path is None else path.parent)
         self._learner = learner
         self._job = PeersJob(learner, self.policy, headers, seed, tiles, codec)
         self._vectors: dict[WorkerId, Array] = {}
@@ -97,6 +98,7 @@ class Swarm:
         reason: str | None = None
         nodes, examples = len(self.journals), self._learner.examples
         with contextlib.ExitStack() as finally_:
+            finally_.callback(self.meter.close)
             finally_.callback(engine.close)
             for journal in self.journals.values():
                 finally_.callback(journal.close)

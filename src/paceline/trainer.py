@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import platform
 import signal
 import threading
@@ -33,6 +32,7 @@ from paceline.combine import (
 )
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Header, Journal
+from paceline.core.logs import logger_of, tell_left_out
 from paceline.core.protocol import MAIN, Interrupted, Policy, Prices, Step, WorkerId
 from paceline.core.state import describe, load_state, save_state
 from paceline.engines.base import Job, TrainingEngine
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # which need torch, and scipy
     from paceline.planner.auto import Auto
     from paceline.planner.choose import Plan
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Trainer:
@@ -198,7 +198,8 @@ class Trainer:
         started = MinWorkers(0 if self._is_under_way() else self._min_workers, self._policy)
         policy = Until(started, **ends)
         coordinator = self._coordinator(policy)
-        meter = Meter.begin(coordinator.journal.header)
+        path = coordinator.journal.path
+        meter = Meter.begin(coordinator.journal.header, None if path is None else path.parent)
         job = Job(
             self._learner,
             self._server,
@@ -217,9 +218,11 @@ class Trainer:
         ended = _Reason()
         with contextlib.ExitStack() as finally_:
             finally_.callback(ended.tell, self._callbacks)
+            finally_.callback(tell_left_out)
             live = Live(coordinator.journal.header, {MAIN: meter}, meter, self._engine.now)
             for callback in self._callbacks:
                 callback.started(live)
+            finally_.callback(meter.close)
             finally_.callback(coordinator.journal.close)
             finally_.callback(self._engine.close)
             try:
@@ -358,6 +361,7 @@ class Trainer:
         engine, ended = self._engine.peers(), _Reason()
         with contextlib.ExitStack() as finally_:
             finally_.callback(ended.tell, self._callbacks)
+            finally_.callback(tell_left_out)
             live = Live(swarm.header, swarm.meter.nodes, swarm.meter.total, engine.now)
             for callback in self._callbacks:
                 callback.started(live)

@@ -11,6 +11,7 @@ import torch
 
 import paceline as pl
 from paceline.core.protocol import Left, Received, Send
+from paceline.engines.ray.peers import NodesLost
 from paceline.testing import Throttle
 from tests.conftest import flat, make_learner
 
@@ -114,3 +115,24 @@ def test_letters_that_come_late_do_not_drag_the_models_back() -> None:
         for engine in (pl.Simulator(4), pl.Ray(4))
     )
     assert real[-80:].mean() < max(2 * simulated[-80:].mean(), 0.04 * real[:4].mean())
+
+
+def test_nodes_that_are_all_silent_are_not_waited_for() -> None:
+    class Pause(pl.Callback):
+        def __init__(self, engine: pl.Ray) -> None:
+            self.engine, self.paused = engine, list[int]()
+
+        def stepped(self, progress: pl.Progress) -> None:
+            if not self.paused:
+                self.paused = list(self.engine.pids().values())
+                for pid in self.paused:
+                    os.kill(pid, signal.SIGSTOP)
+
+    engine = pl.Ray(workers=3, timeout=4.0)
+    pause = Pause(engine)
+    trainer = pl.Trainer(
+        make_learner(), pl.Gossip(pl.ring(3)), engine, callbacks=[pause], progress=False
+    )
+    with pytest.raises(NodesLost, match="none of 3 nodes was heard of for 4 s"):
+        trainer.fit(steps=10**6)
+    assert len(pause.paused) == 3

@@ -134,8 +134,8 @@ ONLY_IN = {
     "jinja2": {"report/page.py"},
     # And where a decision is about thousands of workers at a time.
 }
-# A store may never answer, so it is waited for from outside.
-WAITS = {"checkpoint/store.py": {"threading"}}
+# A store may never answer, so it is waited for from outside; who looks on reads figures meanwhile.
+WAITS = {"checkpoint/store.py": {"threading"}, "report/columns.py": {"threading"}}
 # Below the engines nothing reads a clock or module-level randomness.
 NO_CLOCK = {
     *("core", "policies", "data", "delays", "codes", "codecs", "learners", "report", "checkpoint"),

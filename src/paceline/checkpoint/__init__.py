@@ -7,7 +7,6 @@ be renamed, its manifest comes last: without one it is not there.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from paceline.checkpoint.files import FORMAT, MANIFEST, CheckpointError, Files, 
 from paceline.checkpoint.files import contiguous as _contiguous
 from paceline.checkpoint.files import digest as _digest
 from paceline.checkpoint.store import Store, Unreachable
+from paceline.core.logs import logger_of
 from paceline.learners.base import Array
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "write",
 ]
 _PREFIX = "step-"
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True)

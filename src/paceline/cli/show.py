@@ -122,4 +122,4 @@ def patience(
         yield part
     finally:
         done.set()
-        thread.join()
+        thread.join(PATIENCE)  # a terminal that takes no line must not keep the answer back

@@ -6,7 +6,6 @@ Neither package is imported here: what is needed of a module are a few of its me
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from paceline.core.logs import logger_of
 from paceline.learners.configured import rules
 from paceline.learners.torch import TorchLearner
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 _BATCHES = "prepare batches in the collate_fn of the DataLoader, or in training_step"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.logs import logger_of
 from paceline.core.protocol import (
     Cancel,
     Command,
@@ -36,7 +36,7 @@ from paceline.planner.forecast import shrinkage
 from paceline.planner.grid import candidates
 from paceline.planner.profile import Profile, WorkerProfile
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NEWEST = 20
 """Tasks of a worker that are compared with its profile, and losses of which the mean is taken."""

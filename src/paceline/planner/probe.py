@@ -179,7 +179,7 @@ def _trained(
         engine.settle()
     finally:
         engine.close()
-    return np.array(server.vector), meter.columns["loss"]
+    return np.array(server.vector), list(meter.columns["loss"])
 
 
 def _thinned(losses: Sequence[float]) -> Iterator[tuple[int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,13 @@ from paceline.core.protocol import (
     WorkerId,
     magnitude,
 )
+from paceline.report.columns import Columns, Kind
 from paceline.report.workers import Fate, Span, Tally
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
+_FRACTIONS = ("seconds", "loss", "delay", "busy_seconds", "dollars")
+KINDS: dict[str, Kind] = {name: "d" if name in _FRACTIONS else "q" for name in COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Meter:
     listener: Callable[[Span], None] | None = None  # told of each task when its fate is known
     last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
     last_loss: float | None = None  # of the last step whose results told one, nan if they told nan
-    columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    columns: Columns = field(default_factory=lambda: Columns(KINDS))
     _now: float = 0.0
     _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
@@ -105,9 +109,14 @@ class Meter:
         self.priced = self.prices.charges_hours or self.prices.charges_bytes
 
     @classmethod
-    def begin(cls, header: Header) -> Meter:
-        """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
+    def begin(cls, header: Header, folder: Path | None = None) -> Meter:
+        """Start where a journal does: at nothing, or in the middle of a run that was resumed.
+
+        folder: for what is known of older steps, in a file that ends with `close`; by default it is
+            kept in memory, 96 bytes a step.
+        """
         meter, books = cls(header.message_bytes, header.prices), _books(header)
+        meter.columns = Columns(KINDS, folder)
         meter.tiles, meter.peer = header.tiles, header.peer
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
@@ -219,8 +228,7 @@ class Meter:
             "delay": sum(self.version - r.task.version for r in results) / max(len(results), 1),
             **{name: getattr(self, name) for name in TOTALS},
         }
-        for name, value in row.items():
-            self.columns[name].append(value)
+        self.columns.add(row)
         if total:
             self.last_loss = row["loss"]
         self.last_weights = {}
@@ -348,7 +356,11 @@ class Meter:
         the run was (re)started, at the moment of the step: what is cancelled or started in
         response to it appears in the next row.
         """
-        return {name: np.array(values) for name, values in self.columns.items()}
+        return self.columns.arrays()
+
+    def close(self) -> None:
+        """Need no file any more: the run is over, and what is known of its steps is in memory."""
+        self.columns.close()
 
 
 def _books(header: Header) -> Ledger:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from paceline.core.journal import Entry, Header
 from paceline.core.protocol import WorkerId
-from paceline.report.metrics import TOTALS, Meter
+from paceline.report.columns import Columns
+from paceline.report.metrics import KINDS, TOTALS, Meter
 from paceline.report.text import in_bytes
 
 _ADDED = (
@@ -19,10 +21,11 @@ _ADDED = (
 class PeersMeter:
     """Meters of all nodes. `total` has a row for each step of any node, and sums."""
 
-    def __init__(self, headers: Mapping[WorkerId, Header]) -> None:
-        self.nodes = {name: Meter.begin(header) for name, header in headers.items()}
+    def __init__(self, headers: Mapping[WorkerId, Header], folder: Path | None = None) -> None:
+        self.nodes = {name: Meter.begin(header, folder) for name, header in headers.items()}
         first = next(iter(headers.values()))
         self.total = Meter(first.message_bytes, first.prices, tiles=first.tiles)
+        self.total.columns = Columns(KINDS, folder)
 
     def observe(self, node: WorkerId, entry: Entry) -> bool:
         """Count an entry; return whether a step was taken."""
@@ -38,11 +41,15 @@ class PeersMeter:
         # Nodes tell of their steps in turns, each of some at once.
         row |= {"step": total.version, "seconds": max(row["seconds"], last)}
         row |= {name: getattr(total, name) for name in TOTALS}
-        for name, value in row.items():
-            total.columns[name].append(value)
+        total.columns.add(row)
         total.weigh(meter.last_weights)
         total.last_loss = meter.last_loss
         return True
+
+    def close(self) -> None:
+        """Need no files any more, as `Meter.close`."""
+        for meter in (*self.nodes.values(), self.total):
+            meter.close()
 
     def lines(self, spread: float | None = None) -> str:
         """Say who took how many steps, and what was sent of what could have been.

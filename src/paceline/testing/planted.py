@@ -135,7 +135,7 @@ def _count_a_result_twice() -> list[Patch]:
         return True
 
     def finished(self: Any, member: Any, future: Any) -> None:
-        answer = future.result() if future.exception() is None else None
+        answer = future.result(timeout=0) if future.exception(timeout=0) is None else None
         if answer is not None and self._pool.is_current(member) and member.busy is None:
             self._results().accept(_read(answer))
             self._events.append(Finished(answer[0][3], answer[2], answer[3], answer[4]))

@@ -24,6 +24,7 @@ from paceline.callbacks import Callback, Progress
 # reused process id is never hit. `balance` is what the target has run beyond its share, weighted
 # so that a second of running adds 1 - share and a second of standing takes share away: measured
 # time goes in, so whatever a phase oversleeps, the phases after it make up for.
+_PATIENCE = 30.0  # seconds for a process that only has to answer
 _SCRIPT = """
 import os, select, signal, struct, sys, time
 
@@ -153,6 +154,13 @@ class Throttle:
 
     def _await_answer(self, child: subprocess.Popen[bytes]) -> None:
         """Wait until the last share given is acted on."""
+        answered = select.poll()
+        answered.register(_number(child.stdout), select.POLLIN)
+        if not answered.poll(1000 * _PATIENCE):
+            raise TimeoutError(
+                f"the throttle of process {self.pid} did not answer in {_PATIENCE:g} s: its own "
+                f"process {child.pid} gets no time; try again on a machine with less load"
+            )
         if not os.read(_number(child.stdout), 1):
             raise RuntimeError(
                 f"the throttle of process {self.pid} has ended: the process did, its "
@@ -168,7 +176,11 @@ class Throttle:
             if child is not None:
                 # The closing pipe is not enough: a fork of this process may hold it open.
                 child.terminate()
-                child.__exit__(None, None, None)
+                try:
+                    child.wait(_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                child.__exit__(None, None, None)  # of a process that has ended or was killed
         finally:
             if target is not None:
                 # Once more, in case somebody killed the child while the target was stopped.

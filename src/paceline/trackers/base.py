@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from paceline.callbacks import Callback, Live, Progress
+from paceline.core.logs import logger_of
 from paceline.trackers.figures import values, worker_values
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Tracker(Callback, ABC):

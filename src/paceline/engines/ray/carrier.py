@@ -8,7 +8,6 @@ carrier, slices go by the stores.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,10 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.core.logs import logger_of
 from paceline.learners.base import Array
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FAR = 0.005
 """Seconds of a round trip from which on a node counts as far."""
@@ -124,7 +124,7 @@ class Incoming:
         self.waited = time.monotonic() - begin
         if self._given_up:
             raise GivenUp
-        self.slices = [future.result() for future in self._futures]
+        self.slices = [future.result(timeout=0) for future in self._futures]
         yield from self.slices
 
     def _arrived(self, index: int, future: Future[Any]) -> None:

@@ -14,6 +14,8 @@ from paceline.engines.ray.settings import SETTINGS
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": SETTINGS["RAY_worker_niceness"],
+    # Notes of every call for a dashboard, which is not started: up to 100,000 of them in memory.
+    "RAY_task_events_report_interval_ms": "0",
 }
 
 

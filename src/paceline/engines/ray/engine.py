@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import uuid
 from collections import deque
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from paceline.core.logs import logger_of
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -52,7 +52,7 @@ from paceline.learners.base import Saved
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 SPREAD_BYTES = 2**20
@@ -182,7 +182,7 @@ class Ray:
         return [pool for pool in pools if pool is not None]
 
     def peers(self) -> RayPeers:
-        return RayPeers(self._start_peers, self._end_peers, self._start_timeout)
+        return RayPeers(self._start_peers, self._end_peers, self._start_timeout, self._timeout)
 
     def _start_peers(self, job: PeersJob) -> Pool:
         """Start a node in each worker's place; it ends with the job."""
@@ -456,7 +456,7 @@ class Ray:
     def _is_up(self, member: Member, future: Future[Any]) -> None:
         if self._failed(member, future):
             return
-        member.place, member.joined = future.result(), True
+        member.place, member.joined = future.result(timeout=0), True
         self._events.append(Joined(member.name))
         member.waiting.extend(self._homeless)
         self._homeless.clear()
@@ -465,7 +465,7 @@ class Ray:
     def _finished(self, member: Member, future: Future[Any]) -> None:
         if self._failed(member, future):
             return
-        answer = read(future.result())
+        answer = read(future.result(timeout=0))
         id = answer.token.task
         if answer.token != member.busy:
             return self._refuse(member, None, f"it is under the name of task {id}")
@@ -517,7 +517,7 @@ class Ray:
         if not self._pool.is_current(member):
             return True
         member.call = None
-        error = future.exception()
+        error = future.exception(timeout=0)
         if error is None:
             return False
         if isinstance(error, ray.exceptions.RayTaskError):

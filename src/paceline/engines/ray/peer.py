@@ -48,6 +48,7 @@ from paceline.learners.base import Array
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes
 
+_LOOK = 60.0  # seconds after which a thread without work looks whether there is some
 _PATIENCE = 0.2  # seconds for which entries are gathered before they are told
 
 
@@ -97,7 +98,9 @@ class Mail:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._due or self._answers or self._closed)
+                    self._changed.wait_for(
+                        lambda: self._due or self._answers or self._closed, _LOOK
+                    )
                     if self._closed:
                         return
                     while self._answers:
@@ -111,7 +114,7 @@ class Mail:
     def _answered(self, peer: WorkerId, answer: Future[Any]) -> None:
         self._on_the_way.discard(peer)
         self._due[peer] = None
-        error = answer.exception()
+        error = answer.exception(timeout=0)
         if isinstance(error, ray.exceptions.RayTaskError):
             self.error = self.error or error
         elif isinstance(error, ray.exceptions.ActorDiedError):

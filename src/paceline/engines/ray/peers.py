@@ -4,7 +4,6 @@ has died."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,13 +15,14 @@ from typing import Any
 import ray
 
 from paceline.core.journal import Entry
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Event, Interrupted, Left, WorkerId
 from paceline.engines.base import PeersJob
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.pool import Member, Pool
 from paceline.learners.base import Array
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _SLOW = 30.0  # seconds between deadlines of calls that only look on
 _SLOWEST = 2e6  # bytes per second that a model comes with at least
@@ -34,12 +34,20 @@ class NodesLost(RuntimeError):
 
 
 class RayPeers:
-    """Runs a node on each of the actors that `start` makes; `end` is called in the end."""
+    """Runs a node on each of the actors that `start` makes; `end` is called in the end.
+
+    timeout: seconds for which all nodes may be silent before they count as lost.
+    """
 
     def __init__(
-        self, start: Callable[[PeersJob], Pool], end: Callable[[], None], start_timeout: float
+        self,
+        start: Callable[[PeersJob], Pool],
+        end: Callable[[], None],
+        start_timeout: float,
+        timeout: float = inf,
     ) -> None:
-        self._start, self._end, self._start_timeout = start, end, start_timeout
+        self._start, self._end = start, end
+        self._start_timeout, self._timeout = start_timeout, timeout
         self._pool: Pool | None = None
         self._calls = Calls()
         self._training: set[WorkerId] = set()  # whose call has not returned
@@ -49,6 +57,7 @@ class RayPeers:
         self._seen: dict[WorkerId, int] = {}
         self._stop_by = inf
         self._origin = time.monotonic()
+        self._silence = 0.0  # seconds of listening in which no node was heard of
         self._bytes = 0
         self._silent: set[WorkerId] = set()  # who did not answer, and was not heard of since
         self.reason: str | None = None
@@ -70,7 +79,15 @@ class RayPeers:
             while self._entries:
                 yield self._entries.popleft()
             until = min(time.monotonic() + 1.0, self._stop_by, self._origin + job.seconds)
+            listening = time.monotonic()
             self._calls.wait(until)
+            self._silence += time.monotonic() - listening
+            if self._silence > self._timeout:
+                raise NodesLost(
+                    f"none of {len(self._members())} nodes was heard of for {self._timeout:g} s, "
+                    "which is the timeout: they are paused or cut off. See their hosts, or use "
+                    "Ray(timeout=…) if a task takes longer"
+                )
             if self.reason is None and self.now() >= job.seconds:
                 self._stop(f"{job.seconds:g} seconds passed")
         yield from self._entries
@@ -128,11 +145,11 @@ class RayPeers:
                 raise NodesLost("not all nodes came up; without a main node all begin together")
 
     def _is_up(self, member: Member, future: Future[Any]) -> None:
-        if isinstance(error := future.exception(), ray.exceptions.RayTaskError):
+        if isinstance(error := future.exception(timeout=0), ray.exceptions.RayTaskError):
             raise error  # the user's own code failed: with its own traceback
         if error is not None:
             self._failed(type(error).__name__, member)
-        member.place, member.joined = future.result(), True
+        member.place, member.joined = future.result(timeout=0), True
 
     def _failed(self, why: str, member: Member) -> None:
         raise NodesLost(f"node {member.name} {why}; without a main node all begin together")
@@ -143,14 +160,15 @@ class RayPeers:
         self._calls.add(member.actor.entries.remote(), _SLOW, told, lambda: True)
 
     def _told(self, member: Member, future: Future[Any]) -> None:
-        error = future.exception()
+        error = future.exception(timeout=0)
         if isinstance(error, ray.exceptions.ActorDiedError):
             return  # as the end of its training tells
         if error is not None:
             self._look_on(member)
             return
         self._silent.discard(member.name)
-        first, entries, ended = future.result()
+        self._silence = 0.0
+        first, entries, ended = future.result(timeout=0)
         early = self._early.setdefault(member.name, {})
         early[first] = entries
         while (seen := self._seen.get(member.name, 0)) in early:
@@ -165,7 +183,7 @@ class RayPeers:
             self._look_on(member)
 
     def _ended(self, member: Member, future: Future[Any]) -> None:
-        error = future.exception()
+        error = future.exception(timeout=0)
         if isinstance(error, ray.exceptions.RayTaskError):
             raise error  # the user's own code failed: with its own traceback
         self._training.discard(member.name)

@@ -14,7 +14,6 @@ with a node are computed again: a task gives the same result on every worker.
 from __future__ import annotations
 
 import contextlib
-import logging
 import statistics as numbers
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from paceline.codes.blocks import covering
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Coefficients, Task, TaskId, Want
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
@@ -49,7 +49,7 @@ from paceline.learners.base import (
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # What a call fails with if something it works on was lost.
 _LOST = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, Gone)
@@ -382,7 +382,7 @@ class ShardedReducer:
             return
 
         def kept(future: Future[Any] | None = None) -> None:
-            if future is not None and future.exception() is None:
+            if future is not None and future.exception(timeout=0) is None:
                 slot.states[version] = keeper
             slot.copied = max(slot.copied, version)  # if it failed, the next one may not
             self._forget()
@@ -576,9 +576,9 @@ class ShardedReducer:
         def answered(future: Future[Any]) -> None:
             if not self._pool.is_current(member):
                 return
-            error = future.exception()
+            error = future.exception(timeout=0)
             if error is None:
-                then(future.result())
+                then(future.result(timeout=0))
             elif isinstance(error, ray.exceptions.RayTaskError):
                 if missing is None or not isinstance(error.cause, _LOST):
                     raise error  # the user's own code failed: with its own traceback

@@ -5,7 +5,6 @@ Ray writes the file with the permissions of any other, which on most machines le
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import stat
@@ -13,7 +12,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from paceline.core.logs import logger_of
+
+logger = logger_of(__name__)
 
 _warned: set[Path] = set()
 
