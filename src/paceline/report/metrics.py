@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.journal import Entry, Header, Journal
+from paceline.core.journal import Entry, Header
 from paceline.core.ledger import Ledger, distinct_samples
 from paceline.core.protocol import (
-    SHARED,
     Cancel,
     Discard,
     Finished,
@@ -32,21 +32,11 @@ from paceline.core.protocol import (
 from paceline.report.workers import Fate, Span, Tally
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
+_totals = attrgetter(*TOTALS)
 COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Samples in a row of the data stream, and what became of them."""
-
-    task: TaskId
-    draw: int
-    samples: int
-    fate: Fate
-    tile: int | None = None  # of placed data, which has a stream of its own
-
-
-@dataclass
+@dataclass(slots=True)
 class Meter:
     """Counts as entries come in; each entry costs the same, however long the run.
 
@@ -89,6 +79,7 @@ class Meter:
     last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
     last_loss: float | None = None  # of the last step whose results told one, nan if they told nan
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    priced: bool = field(init=False)  # whether anything costs anything
     _now: float = 0.0
     _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
@@ -107,7 +98,7 @@ class Meter:
     @classmethod
     def begin(cls, header: Header) -> Meter:
         """Start where a journal does: at nothing, or in the middle of a run that was resumed."""
-        meter, books = cls(header.message_bytes, header.prices), _books(header)
+        meter, books = cls(header.message_bytes, header.prices), books_of(header)
         meter.tiles, meter.peer = header.tiles, header.peer
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
@@ -120,58 +111,70 @@ class Meter:
             meter.workers.setdefault(result.task.worker, Tally())
         return meter
 
+    # What follows is done for every entry of a journal of millions: hence no pattern is matched
+    # field by field, and what is looked up once is handed on.
+
     def observe(self, entry: Entry) -> None:
-        self._pass_time(entry.now)
-        match entry.event:
-            case Finished() as event:
-                self._finish(event, entry.now)
-            case Joined(worker) | Left(worker) if self.peer and worker != self.peer.name:
-                pass  # a neighbor, whose time is in its own journal
-            case Joined(worker):
-                self._join(worker)
-            case Left(worker):
-                for id in list(self._of_worker.get(worker, ())):
-                    self._settle(self._give_up(id), entry.now, "lost")
-                self._leave(worker)
-        for command in entry.commands:
-            match command:
-                case Start(task):
-                    self._start(task)
-                    self.started += 1
-                    self.workers[task.worker].started += 1
-                    down = self._got.get(task.worker, self.message_bytes)
-                    if self.peer is not None:
-                        down = 0
-                    self._charged[task.id] = down
-                    self._carry(task.worker, down, 0)
-                    if task.attempt > 1:
-                        self.redone += 1
-                    else:
-                        self.samples_started += task.computed
-                case Cancel(id):
-                    self._settle(self._give_up(id), entry.now, "cancelled")
-                case Discard(id):
-                    if (result := self._held.pop(id, None)) is not None:
-                        self._settle(result.task, result.at, "discarded", result.samples)
-                case Step():
-                    self._step(command, entry.now)
-                case Send(to, tensors):
-                    assert self.peer is not None
-                    self.letters += len(to)
-                    each = len(self.peer.tensors if tensors is None else tensors)
-                    self.tensors_sent += len(to) * each
+        now, event, commands = entry
+        if now != self._now:
+            self._pass_time(now)
+        if isinstance(event, Finished):
+            self._finish(event, now)
+        elif isinstance(event, Joined | Left):
+            self._come_or_go(event, now)
+        for command in commands:
+            if isinstance(command, Start):
+                self._send_out(command.task)
+            elif isinstance(command, Cancel):
+                self._settle(self._give_up(command.task), now, "cancelled")
+            elif isinstance(command, Step):
+                self._step(command, now)
+            elif isinstance(command, Discard):
+                if (result := self._held.pop(command.task, None)) is not None:
+                    self._settle(result.task, result.at, "discarded", result.samples)
+            elif isinstance(command, Send):
+                assert self.peer is not None
+                to, tensors = command.to, command.tensors
+                self.letters += len(to)
+                each = len(self.peer.tensors if tensors is None else tensors)
+                self.tensors_sent += len(to) * each
+
+    def _come_or_go(self, event: Joined | Left, now: float) -> None:
+        worker = event.worker
+        if self.peer and worker != self.peer.name:
+            return  # a neighbor, whose time is in its own journal
+        if isinstance(event, Joined):
+            self._join(worker)
+            return
+        for id in list(self._of_worker.get(worker, ())):
+            self._settle(self._give_up(id), now, "lost")
+        self._leave(worker)
+
+    def _send_out(self, task: Task) -> None:
+        """Count a task that a worker is given, and the model that goes with it."""
+        tally, worker, down = self._start(task), task.worker, 0
+        self.started += 1
+        tally.started += 1
+        if self.peer is None:
+            down = self._got.get(worker, self.message_bytes)
+        self._charged[task.id] = down
+        self._carry(worker, tally, down, 0)
+        if task.attempt > 1:
+            self.redone += 1
+        else:
+            self.samples_started += task.computed
 
     def _finish(self, event: Finished, now: float) -> None:
-        id, got = event.task, event.got
-        self.compute_seconds += event.seconds
+        id, samples, seconds, got = event.task, event.samples, event.seconds, event.got
+        self.compute_seconds += seconds
         if id not in self._running:
             return
         charged = self._charged.get(id, got or 0)  # by the run before, if resumed
-        task = self._end(id)
+        task, tally = self._end(id)
         worker = task.worker
         arrived = max(now - event.waited, task.since)
-        self._held[id] = Result(task, arrived, event.samples, event.seconds, event.stats)
-        self.workers[worker].finish(arrived, task, event.samples, event.seconds)
+        self._held[id] = Result(task, arrived, samples, seconds, event.stats)
+        tally.finish(arrived, task, samples, seconds)
         sent, more = event.sent, 0
         if sent is None:
             sent = -(-self.message_bytes // task.work.messages)
@@ -179,22 +182,28 @@ class Meter:
             more = got - charged
             if self.peer is None:
                 self._got[worker] = got
-        self._carry(worker, more, sent)
+        self._carry(worker, tally, more, sent)
 
     def _settle(self, task: Task, end: float, fate: Fate, samples: int = 0) -> None:
-        """Count what became of a task."""
-        delay = self.version - task.version if fate == "used" else 0
+        """Count a task that no step uses."""
         tally = self.workers[task.worker]
         setattr(self, fate, getattr(self, fate) + 1)
         setattr(tally, fate, getattr(tally, fate) + 1)
-        if fate == "used":
-            tally.samples += samples
-            tally.delay += delay
-            # Of what the run before spent on it, this one's figures know nothing.
-            tally.used_seconds += max(end - max(task.since, self.began), 0.0)
         if self.listener is not None:
-            step = self.version + 1 if fate == "used" else 0
-            self.listener(Span(task, end, fate, samples, delay, step))
+            self.listener(Span(task, end, fate, samples))
+
+    def _use(self, results: Sequence[Result]) -> None:
+        """Count the results that the next step uses."""
+        version, workers, listener = self.version, self.workers, self.listener
+        self.used += len(results)
+        for result in results:
+            task, end, samples = result.task, result.at, result.samples
+            delay, since = version - task.version, task.since
+            # Of what the run before spent on it, this one's figures know nothing.
+            spent = end - (since if since > self.began else self.began)
+            workers[task.worker].use(samples, delay, spent)
+            if listener is not None:
+                listener(Span(task, end, "used", samples, delay, version + 1))
 
     def unsettled(self) -> list[Span]:
         """Return the tasks that nobody knows the fate of yet."""
@@ -203,39 +212,34 @@ class Meter:
         return spans + [Span(r.task, r.at, "unfinished", r.samples) for r in held]
 
     def _step(self, step: Step, now: float) -> None:
-        results = [self._held[id] for id in step.weights]
+        held = self._held
+        results = [held[id] for id in step.weights]
         weights = [magnitude(weight) for weight in step.weights.values()]
         known = [
             (w, r.stats["loss"]) for w, r in zip(weights, results, strict=True) if "loss" in r.stats
         ]
-        total = sum(weight for weight, _ in known)
-        samples = distinct_samples(results)
-        row = {
-            "step": self.version + 1,
-            "seconds": now,
-            "loss": sum(w * loss for w, loss in known) / total if total else nan,
-            "samples": samples,
-            "results": len(results),
-            "delay": sum(self.version - r.task.version for r in results) / max(len(results), 1),
-            **{name: getattr(self, name) for name in TOTALS},
-        }
-        for name, value in row.items():
-            self.columns[name].append(value)
+        total = sum([weight for weight, _ in known])
+        loss = sum([w * loss for w, loss in known]) / total if total else nan
+        version, samples, count = self.version, distinct_samples(results), len(results)
+        delay = sum([version - r.task.version for r in results]) / max(count, 1)
+        row = (version + 1, now, loss, samples, count, delay, *_totals(self))
+        for values, value in zip(self.columns.values(), row, strict=True):
+            values.append(value)
         if total:
-            self.last_loss = row["loss"]
+            self.last_loss = loss
         self.last_weights = {}
-        for weight, result in zip(step.weights.values(), results, strict=True):
-            for tile, count in (result.task.work.tiles or {}).items():
-                part = magnitude(weight) * count / result.task.samples
-                self.last_weights[tile] = self.last_weights.get(tile, 0.0) + part
+        for weight, result in zip(weights, results, strict=True):
+            if tiles := result.task.work.tiles:
+                for tile, size in tiles.items():
+                    part = weight * size / result.task.samples
+                    self.last_weights[tile] = self.last_weights.get(tile, 0.0) + part
         self.weigh(self.last_weights)
-        for result in results:
-            self._settle(result.task, result.at, "used", result.samples)
+        self._use(results)
         self.version += 1
         self.samples_used += samples
         if not step.keep:
             for id in step.weights:
-                del self._held[id]
+                del held[id]
 
     def weigh(self, parts: Mapping[int, float]) -> None:
         """Count the weights that a step gave to tiles."""
@@ -256,31 +260,37 @@ class Meter:
             if self.prices.idle:
                 self._release(worker, len(self._present))
 
-    def _start(self, task: Task) -> None:
-        tasks = self._of_worker.setdefault(task.worker, set())
-        self.workers.setdefault(task.worker, Tally()).start(task, self._now)
+    def _start(self, task: Task) -> Tally:
+        worker, id = task.worker, task.id
+        if (tally := self.workers.get(worker)) is None:
+            tally = self.workers[worker] = Tally()
+        if (tasks := self._of_worker.get(worker)) is None:
+            tasks = self._of_worker[worker] = set()
+        tally.start(task, self._now)
         if not tasks:
             self._busy += 1
             if not self.prices.idle:
-                self._hire(task.worker)
-        tasks.add(task.id)
-        self._running[task.id] = task
+                self._hire(worker)
+        tasks.add(id)
+        self._running[id] = task
+        return tally
 
-    def _end(self, id: TaskId) -> Task:
+    def _end(self, id: TaskId) -> tuple[Task, Tally]:
         task = self._running.pop(id)
         self._charged.pop(id, None)
-        tasks = self._of_worker[task.worker]
+        worker = task.worker
+        tally, tasks = self.workers[worker], self._of_worker[worker]
         tasks.discard(id)
-        self.workers[task.worker].end(task, self._now)
+        tally.end(task, self._now)
         if not tasks:
             self._busy -= 1
             if not self.prices.idle:
-                self._release(task.worker, self._busy)
-        return task
+                self._release(worker, self._busy)
+        return task, tally
 
     def _give_up(self, id: TaskId) -> Task:
-        task = self._end(id)
-        self.workers[task.worker].give_up(task, self._now)
+        task, tally = self._end(id)
+        tally.give_up(task, self._now)
         return task
 
     def _hire(self, worker: WorkerId) -> None:
@@ -297,9 +307,8 @@ class Meter:
             known = self._price[worker] = self.prices.second(worker), self.prices.byte(worker)
         return known
 
-    def _carry(self, worker: WorkerId, down: int, up: int) -> None:
+    def _carry(self, worker: WorkerId, tally: Tally, down: int, up: int) -> None:
         """Count bytes to and from a worker, and what they cost."""
-        tally = self.workers[worker]
         self.down_bytes += down
         self.up_bytes += up
         tally.down_bytes += down
@@ -308,9 +317,10 @@ class Meter:
             self.dollars += (down + up) * self._price_of(worker)[1]
 
     def _pass_time(self, now: float) -> None:
-        self.dollars += (now - self._now) * self._rate
-        self.busy_seconds += (now - self._now) * self._busy
-        self.worker_seconds += (now - self._now) * len(self._present)
+        passed = now - self._now
+        self.dollars += passed * self._rate
+        self.busy_seconds += passed * self._busy
+        self.worker_seconds += passed * len(self._present)
         self._now = now
 
     @property
@@ -351,89 +361,9 @@ class Meter:
         return {name: np.array(values) for name, values in self.columns.items()}
 
 
-def _books(header: Header) -> Ledger:
+def books_of(header: Header) -> Ledger:
+    """Return the books that a journal starts with: empty, or those of the run before."""
     books = Ledger(header.batch)
     if header.state is not None:
         books.restore(header.state["ledger"])
     return books
-
-
-def sample_fates(journal: Journal) -> list[Stretch]:
-    """Say what became of every sample that was handed out, in the order of the data stream.
-
-    A sample that was redone after its worker was lost appears once, with its last fate.
-    """
-    books = _books(journal.header)
-    tasks: dict[TaskId, Task] = {**books.lost, **books.running}
-    tasks.update((id, result.task) for id, result in books.held.items())
-    seen: dict[TaskId, int] = {id: result.samples for id, result in books.held.items()}
-    fates: dict[TaskId, tuple[Fate, int]] = {id: ("lost", 0) for id in books.lost}
-    for entry in journal:
-        match entry.event:
-            case Finished(id, samples):
-                seen[id] = samples
-            case Left(worker):
-                for id, task in tasks.items():
-                    if task.worker == worker and id not in fates and id not in seen:
-                        fates[id] = "lost", 0
-        for command in entry.commands:
-            match command:
-                case Start(task):
-                    tasks[task.id] = task
-                case Cancel(id):
-                    fates[id] = "cancelled", 0
-                case Discard(id):
-                    fates.setdefault(id, ("discarded", 0))
-                case Step(weights):
-                    fates.update((id, ("used", seen[id])) for id in weights)
-    last: dict[tuple[int, int, int], Task] = {}
-    for task in tasks.values():
-        for place in _places(task, *fates.get(task.id, ("unfinished", 0))):
-            before = last.get(place)
-            # Several compute the same part of a batch; if one is used, it is.
-            if before is None or fates.get(before.id, ("unfinished", 0))[0] != "used":
-                last[place] = task
-    _drop_given_back(last, fates)
-    stretches: list[Stretch] = []
-    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[0]):
-        fate, count = fates.get(task.id, ("unfinished", 0))
-        if tile != SHARED:
-            stretches.append(Stretch(task.id, draw, total, fate, tile))
-        elif fate == "used" and task.work.parts is None:
-            stretches.append(Stretch(task.id, draw, count, "used"))
-            if count < total:
-                stretches.append(Stretch(task.id, draw + count, total - count, "cut short"))
-        else:
-            stretches.append(Stretch(task.id, draw, total, fate))
-    return stretches
-
-
-def _places(task: Task, fate: Fate, count: int) -> list[tuple[int, int, int]]:
-    """Return in which stream of data the samples of a task are, where, and how many."""
-    if task.work.tiles is not None:
-        if fate != "used":
-            return list(task.stretches())
-        done = task.drawn(count)  # the rest is drawn again
-        return [(tile, draw, done[tile]) for tile, draw, _ in task.stretches() if done[tile]]
-    if task.work.parts is None:
-        return [(SHARED, task.draw, task.samples * task.work.steps)]
-    return [(SHARED, *task.part(index)) for index in task.work.parts]
-
-
-def _drop_given_back(
-    last: dict[tuple[int, int, int], Task], fates: Mapping[TaskId, tuple[Fate, int]]
-) -> None:
-    """Leave out samples of tiles that were not used and then drawn again by a later task."""
-    drawn: dict[int, list[tuple[int, int, TaskId]]] = {}
-    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[1].id):
-        if tile == SHARED:
-            continue
-        before = drawn.setdefault(tile, [])
-        # What was given back was the last that had been drawn.
-        while before and before[-1][0] + before[-1][1] > draw:
-            start, count, id = before[-1]
-            if fates.get(id, ("unfinished", 0))[0] not in ("cancelled", "discarded"):
-                break
-            before.pop()
-            del last[tile, start, count]
-        before.append((draw, total, task.id))

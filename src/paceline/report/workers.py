@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.core.protocol import Task, WorkerId
 
@@ -21,9 +21,11 @@ def in_order(worker: WorkerId) -> tuple[str, int, str]:
     return stem, int(number) if number else -1, worker
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A worker's time on a task, from its start to its result, cancellation or loss."""
+class Span(NamedTuple):
+    """A worker's time on a task, from its start to its result, cancellation or loss.
+
+    A tuple, so that thousands are turned into columns at once.
+    """
 
     task: Task
     end: float
@@ -136,3 +138,11 @@ class Tally:
         self.finished_seconds += took
         self.compute_seconds += seconds
         self.latest = samples / took if took > 0 else 0.0
+
+    def use(self, samples: int, delay: int, seconds: float) -> None:
+        """Count a result that a step used, and the seconds that it took."""
+        self.used += 1
+        self.samples += samples
+        self.delay += delay
+        if seconds > 0.0:
+            self.used_seconds += seconds
