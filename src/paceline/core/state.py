@@ -120,7 +120,9 @@ def _value(data: dict[str, Any]) -> Any:
 
 
 def _start(data: dict[str, Any]) -> Any:
-    return protocol.Start(decode(data["task"]))
+    task = data["task"]
+    plain = type(task) is dict and task.get("type") == "Task"
+    return protocol.Start(_task(task) if plain else decode(task))
 
 
 def _task(data: dict[str, Any]) -> Any:

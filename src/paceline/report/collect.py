@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from heapq import merge
 from itertools import repeat
@@ -159,18 +161,31 @@ def collected(
     reason: why it ended, if that is known from elsewhere.
     """
     record = Record(headers)
-    if len(headers) == 1:
-        (node,) = headers
-        record.observe(node, entries[node])
-    else:
-        for _, node, entry in merge(
-            *(_timed(node, entries[node]) for node in headers), key=lambda each: each[0]
-        ):
-            record.observe(node, (entry,))
-    record.close()
+    with _no_cycles():
+        if len(headers) == 1:
+            (node,) = headers
+            record.observe(node, entries[node])
+        else:
+            for _, node, entry in merge(
+                *(_timed(node, entries[node]) for node in headers), key=lambda each: each[0]
+            ):
+                record.observe(node, (entry,))
+        record.close()
     if reason is not None:
         record.reason = reason
     return record
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Do not look for cycles: entries make none, and the search took a twentieth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _timed(node: WorkerId, entries: Iterable[Entry]) -> Iterator[tuple[float, WorkerId, Entry]]:

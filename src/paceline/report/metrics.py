@@ -81,15 +81,12 @@ class Meter:
     columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     priced: bool = field(init=False)  # whether anything costs anything
     _now: float = 0.0
-    _price: dict[WorkerId, tuple[float, float]] = field(default_factory=dict)
     _rate: float = 0.0  # dollars per second of all who are paid at the moment
     _busy: int = 0  # workers that have a task
     _present: set[WorkerId] = field(default_factory=set)
-    _running: dict[TaskId, Task] = field(default_factory=dict)
-    _of_worker: dict[WorkerId, set[TaskId]] = field(default_factory=dict)
+    # Tasks, who has them, and the bytes that their models were charged; None: by the run before.
+    _running: dict[TaskId, tuple[Task, Tally, int | None]] = field(default_factory=dict)
     _held: dict[TaskId, Result] = field(default_factory=dict)
-    _got: dict[WorkerId, int] = field(default_factory=dict)  # bytes of the last model it was sent
-    _charged: dict[TaskId, int] = field(default_factory=dict)
     _weight: dict[int, float] = field(default_factory=dict)  # that steps gave each tile
 
     def __post_init__(self) -> None:
@@ -105,10 +102,10 @@ class Meter:
         for worker in books.workers:
             meter._join(worker)
         for task in books.running.values():
-            meter._start(task)
+            meter._start(task, meter._tally(task.worker), None)
         meter._held = dict(books.held)
         for result in books.held.values():  # whose worker may be gone
-            meter.workers.setdefault(result.task.worker, Tally())
+            meter._tally(result.task.worker)
         return meter
 
     # What follows is done for every entry of a journal of millions: hence no pattern is matched
@@ -116,8 +113,11 @@ class Meter:
 
     def observe(self, entry: Entry) -> None:
         now, event, commands = entry
-        if now != self._now:
-            self._pass_time(now)
+        if passed := now - self._now:
+            self.dollars += passed * self._rate
+            self.busy_seconds += passed * self._busy
+            self.worker_seconds += passed * len(self._present)
+            self._now = now
         if isinstance(event, Finished):
             self._finish(event, now)
         elif isinstance(event, Joined | Left):
@@ -146,18 +146,21 @@ class Meter:
         if isinstance(event, Joined):
             self._join(worker)
             return
-        for id in list(self._of_worker.get(worker, ())):
-            self._settle(self._give_up(id), now, "lost")
-        self._leave(worker)
+        if (tally := self.workers.get(worker)) is not None:
+            for id in list(tally.tasks):
+                self._settle(self._give_up(id), now, "lost")
+            self._leave(worker, tally)
 
     def _send_out(self, task: Task) -> None:
         """Count a task that a worker is given, and the model that goes with it."""
-        tally, worker, down = self._start(task), task.worker, 0
+        worker = task.worker
+        tally = self._tally(worker)
+        down = self.message_bytes if tally.model_bytes is None else tally.model_bytes
+        if self.peer is not None:
+            down = 0
+        self._start(task, tally, down)
         self.started += 1
         tally.started += 1
-        if self.peer is None:
-            down = self._got.get(worker, self.message_bytes)
-        self._charged[task.id] = down
         self._carry(worker, tally, down, 0)
         if task.attempt > 1:
             self.redone += 1
@@ -169,20 +172,20 @@ class Meter:
         self.compute_seconds += seconds
         if id not in self._running:
             return
-        charged = self._charged.get(id, got or 0)  # by the run before, if resumed
-        task, tally = self._end(id)
-        worker = task.worker
+        task, tally, charged = self._end(id)
         arrived = max(now - event.waited, task.since)
         self._held[id] = Result(task, arrived, samples, seconds, event.stats)
         tally.finish(arrived, task, samples, seconds)
         sent, more = event.sent, 0
         if sent is None:
-            sent = -(-self.message_bytes // task.work.messages)
+            sent = self.message_bytes
+            if task.work.parts is not None:
+                sent = -(-sent // task.work.messages)
         if got is not None:  # it was charged as its worker's last one when it started
-            more = got - charged
+            more = 0 if charged is None else got - charged
             if self.peer is None:
-                self._got[worker] = got
-        self._carry(worker, tally, more, sent)
+                tally.model_bytes = got
+        self._carry(task.worker, tally, more, sent)
 
     def _settle(self, task: Task, end: float, fate: Fate, samples: int = 0) -> None:
         """Count a task that no step uses."""
@@ -207,7 +210,7 @@ class Meter:
 
     def unsettled(self) -> list[Span]:
         """Return the tasks that nobody knows the fate of yet."""
-        spans = [Span(task, self._now, "unfinished") for task in self._running.values()]
+        spans = [Span(task, self._now, "unfinished") for task, *_ in self._running.values()]
         held = self._held.values()
         return spans + [Span(r.task, r.at, "unfinished", r.samples) for r in held]
 
@@ -246,66 +249,65 @@ class Meter:
         for tile, part in parts.items():
             self._weight[tile] = self._weight.get(tile, 0.0) + part
 
-    def _join(self, worker: WorkerId) -> None:
-        self._present.add(worker)
-        self.workers.setdefault(worker, Tally()).join(self._now)
-        if self.prices.idle:
-            self._hire(worker)
-
-    def _leave(self, worker: WorkerId) -> None:
-        self._got.pop(worker, None)  # another comes in its place, who has no model
-        if worker in self._present:
-            self._present.remove(worker)
-            self.workers[worker].leave(self._now)
-            if self.prices.idle:
-                self._release(worker, len(self._present))
-
-    def _start(self, task: Task) -> Tally:
-        worker, id = task.worker, task.id
+    def _tally(self, worker: WorkerId) -> Tally:
         if (tally := self.workers.get(worker)) is None:
             tally = self.workers[worker] = Tally()
-        if (tasks := self._of_worker.get(worker)) is None:
-            tasks = self._of_worker[worker] = set()
+        return tally
+
+    def _join(self, worker: WorkerId) -> None:
+        self._present.add(worker)
+        tally = self._tally(worker)
+        tally.join(self._now)
+        if self.prices.idle:
+            self._hire(worker, tally)
+
+    def _leave(self, worker: WorkerId, tally: Tally) -> None:
+        tally.model_bytes = None  # another comes in its place, who has no model
+        if worker in self._present:
+            self._present.remove(worker)
+            tally.leave(self._now)
+            if self.prices.idle:
+                self._release(worker, tally, len(self._present))
+
+    def _start(self, task: Task, tally: Tally, charged: int | None) -> None:
+        tasks, id = tally.tasks, task.id
         tally.start(task, self._now)
         if not tasks:
             self._busy += 1
             if not self.prices.idle:
-                self._hire(worker)
+                self._hire(task.worker, tally)
         tasks.add(id)
-        self._running[id] = task
-        return tally
+        self._running[id] = task, tally, charged
 
-    def _end(self, id: TaskId) -> tuple[Task, Tally]:
-        task = self._running.pop(id)
-        self._charged.pop(id, None)
-        worker = task.worker
-        tally, tasks = self.workers[worker], self._of_worker[worker]
-        tasks.discard(id)
+    def _end(self, id: TaskId) -> tuple[Task, Tally, int | None]:
+        found = self._running.pop(id)
+        task, tally, _ = found
+        tally.tasks.discard(id)
         tally.end(task, self._now)
-        if not tasks:
+        if not tally.tasks:
             self._busy -= 1
             if not self.prices.idle:
-                self._release(worker, self._busy)
-        return task, tally
+                self._release(task.worker, tally, self._busy)
+        return found
 
     def _give_up(self, id: TaskId) -> Task:
-        task, tally = self._end(id)
+        task, tally, _ = self._end(id)
         tally.give_up(task, self._now)
         return task
 
-    def _hire(self, worker: WorkerId) -> None:
+    def _hire(self, worker: WorkerId, tally: Tally) -> None:
         if self.priced:
-            self._rate += self._price_of(worker)[0]
+            self._rate += (tally.price or self._price(worker, tally))[0]
 
-    def _release(self, worker: WorkerId, others: int) -> None:
+    def _release(self, worker: WorkerId, tally: Tally, others: int) -> None:
         if self.priced:  # and rounding leaves nothing behind once nobody is paid
-            self._rate = max(self._rate - self._price_of(worker)[0], 0.0) if others else 0.0
+            price, _ = tally.price or self._price(worker, tally)
+            self._rate = max(self._rate - price, 0.0) if others else 0.0
 
-    def _price_of(self, worker: WorkerId) -> tuple[float, float]:
-        """Return the price of a second of a worker, and of a byte to or from it."""
-        if (known := self._price.get(worker)) is None:
-            known = self._price[worker] = self.prices.second(worker), self.prices.byte(worker)
-        return known
+    def _price(self, worker: WorkerId, tally: Tally) -> tuple[float, float]:
+        """Look up the price of a second of a worker, and of a byte to or from it."""
+        tally.price = self.prices.second(worker), self.prices.byte(worker)
+        return tally.price
 
     def _carry(self, worker: WorkerId, tally: Tally, down: int, up: int) -> None:
         """Count bytes to and from a worker, and what they cost."""
@@ -314,14 +316,7 @@ class Meter:
         tally.down_bytes += down
         tally.up_bytes += up
         if self.priced:
-            self.dollars += (down + up) * self._price_of(worker)[1]
-
-    def _pass_time(self, now: float) -> None:
-        passed = now - self._now
-        self.dollars += passed * self._rate
-        self.busy_seconds += passed * self._busy
-        self.worker_seconds += passed * len(self._present)
-        self._now = now
+            self.dollars += (down + up) * (tally.price or self._price(worker, tally))[1]
 
     @property
     def now(self) -> float:

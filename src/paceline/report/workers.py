@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from paceline.core.protocol import Task, WorkerId
+from paceline.core.protocol import Task, TaskId, WorkerId
 
 Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
@@ -62,6 +62,9 @@ class Tally:
     used_seconds: float = 0.0  # spent on what was used
     down_bytes: int = 0
     up_bytes: int = 0
+    price: tuple[float, float] | None = None  # of a second, and of a byte, once it is asked for
+    model_bytes: int | None = None  # of the last model that it was sent, if that is known
+    tasks: set[TaskId] = field(default_factory=set)  # that it has
     _busy: float = 0.0  # until it was idle last
     _there: float = 0.0  # until it was lost last
     _starts: float = 0.0  # of the tasks that it has, summed
