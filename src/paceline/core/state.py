@@ -138,6 +138,12 @@ def _task(data: dict[str, Any]) -> Any:
     )
 
 
+def _cancel(data: dict[str, Any]) -> Any:
+    if len(data) == 2 and type(task := data.get("task")) is int:
+        return protocol.Cancel(task)
+    return _value(data)
+
+
 @lru_cache(maxsize=1024)
 def _of_samples(samples: int) -> protocol.Work:
     return protocol.Work(samples=samples)
@@ -169,6 +175,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "Start": _start,
     "Task": _task,
     "Finished": _finished,
+    "Cancel": _cancel,
 }
 
 

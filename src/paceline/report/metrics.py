@@ -274,7 +274,7 @@ class Meter:
         tally.start(task, self._now)
         if not tasks:
             self._busy += 1
-            if not self.prices.idle:
+            if self.priced and not self.prices.idle:
                 self._hire(task.worker, tally)
         tasks.add(id)
         self._running[id] = task, tally, charged
@@ -282,11 +282,12 @@ class Meter:
     def _end(self, id: TaskId) -> tuple[Task, Tally, int | None]:
         found = self._running.pop(id)
         task, tally, _ = found
-        tally.tasks.discard(id)
+        tasks = tally.tasks
+        tasks.discard(id)
         tally.end(task, self._now)
-        if not tally.tasks:
+        if not tasks:
             self._busy -= 1
-            if not self.prices.idle:
+            if self.priced and not self.prices.idle:
                 self._release(task.worker, tally, self._busy)
         return found
 
