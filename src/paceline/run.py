@@ -16,7 +16,8 @@ from paceline.live import look
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed
 from paceline.report.glance import as_html
-from paceline.report.metrics import Meter, Stretch, sample_fates
+from paceline.report.metrics import Meter
+from paceline.report.samples import Stretch, sample_fates
 from paceline.report.text import forecast_line, placed_line, speeds_line, summary
 from paceline.swarm import Swarm
 

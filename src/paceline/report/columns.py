@@ -147,9 +147,10 @@ class Columns(dict[str, Column]):
             for place, (name, kind) in enumerate(kinds.items())
         )
 
-    def add(self, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
-            self[name].append(value)
+    def add(self, row: Sequence[float]) -> None:
+        """Take a value for each column, in their order."""
+        for column, value in zip(self.values(), row, strict=True):
+            column.append(value)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         return {name: column.numbers() for name, column in self.items()}

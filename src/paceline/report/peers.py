@@ -41,7 +41,7 @@ class PeersMeter:
         # Nodes tell of their steps in turns, each of some at once.
         row |= {"step": total.version, "seconds": max(row["seconds"], last)}
         row |= {name: getattr(total, name) for name in TOTALS}
-        total.columns.add(row)
+        total.columns.add([row[name] for name in total.columns])
         total.weigh(meter.last_weights)
         total.last_loss = meter.last_loss
         return True

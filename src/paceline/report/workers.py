@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
-from paceline.core.protocol import Task, WorkerId
+from paceline.core.protocol import Task, TaskId, WorkerId
 
 Fate: TypeAlias = Literal["used", "cancelled", "discarded", "lost", "unfinished", "cut short"]
 
@@ -21,9 +21,11 @@ def in_order(worker: WorkerId) -> tuple[str, int, str]:
     return stem, int(number) if number else -1, worker
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A worker's time on a task, from its start to its result, cancellation or loss."""
+class Span(NamedTuple):
+    """A worker's time on a task, from its start to its result, cancellation or loss.
+
+    A tuple, so that thousands are turned into columns at once.
+    """
 
     task: Task
     end: float
@@ -60,6 +62,9 @@ class Tally:
     used_seconds: float = 0.0  # spent on what was used
     down_bytes: int = 0
     up_bytes: int = 0
+    price: tuple[float, float] | None = None  # of a second, and of a byte, once it is asked for
+    model_bytes: int | None = None  # of the last model that it was sent, if that is known
+    tasks: set[TaskId] = field(default_factory=set)  # that it has
     _busy: float = 0.0  # until it was idle last
     _there: float = 0.0  # until it was lost last
     _starts: float = 0.0  # of the tasks that it has, summed
@@ -136,3 +141,11 @@ class Tally:
         self.finished_seconds += took
         self.compute_seconds += seconds
         self.latest = samples / took if took > 0 else 0.0
+
+    def use(self, samples: int, delay: int, seconds: float) -> None:
+        """Count a result that a step used, and the seconds that it took."""
+        self.used += 1
+        self.samples += samples
+        self.delay += delay
+        if seconds > 0.0:
+            self.used_seconds += seconds

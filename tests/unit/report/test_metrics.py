@@ -23,7 +23,8 @@ from paceline.core.protocol import (
     Task,
     Work,
 )
-from paceline.report.metrics import Meter, Stretch, sample_fates
+from paceline.report.metrics import Meter
+from paceline.report.samples import Stretch, sample_fates
 from paceline.report.text import summary, throughput
 
 
