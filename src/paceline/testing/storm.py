@@ -46,7 +46,8 @@ from paceline.policies.named import (
 from paceline.policies.placement import BySpeed
 from paceline.run import Run
 from paceline.testing.serial import History, serial
-from paceline.testing.weather import DriverKilled, SimulatedRay, Weather, World
+from paceline.testing.simulated import SimulatedRay
+from paceline.testing.weather import DriverKilled, Weather, World
 from paceline.trainer import Trainer
 
 TIMEOUT = 20.0

@@ -12,8 +12,9 @@ from paceline.core.protocol import Task, Work
 from paceline.engines.door import FAR, NOT_FINITE, Door, norm_of
 from paceline.testing.planted import BUGS, planted
 from paceline.testing.serial import serial
+from paceline.testing.simulated import SimulatedRay
 from paceline.testing.storm import Violation, play
-from paceline.testing.weather import SimulatedRay, Weather, World
+from paceline.testing.weather import Weather, World
 
 CASES = (
     *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
