@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -57,6 +57,17 @@ class Reference:
             return True
         return False
 
+    def fetched(self) -> Reference:
+        """Return a copy that is here, and stays when the machine is lost that it came from."""
+        if not self._future.done():
+            return self
+        copy = Reference(self._world)
+        try:
+            copy.answer(self.result())
+        except ray.exceptions.RayError as error:
+            copy.answer(error=error)
+        return copy
+
     def result(self) -> Any:
         if self.node in self._world.dead:
             raise ray.exceptions.ObjectLostError("simulated", None, "")
@@ -91,6 +102,7 @@ class Call:
     given: tuple[Any, ...]
     returns: list[Reference]
     begun: bool = False
+    nodes: list[str | None] = field(default_factory=list)  # where its objects were
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ class Method:
     def remote(self, *given: Any) -> Any:
         world = self.process.world
         returns = [Reference(world) for _ in range(self.returns)]
-        self.process.receive(Call(self.name, given, returns))
+        sent = tuple(list(each) if isinstance(each, list) else each for each in given)
+        self.process.receive(Call(self.name, sent, returns))
         return returns[0] if self.returns == 1 else returns
 
 
@@ -154,6 +167,8 @@ class Process:
         if call.begun or not self.alive:
             return
         call.begun = True
+        call.nodes = [reference.node for reference in self.needs(call)]
+        call.given = _fetched(call.given)
         if call.name == "set_up":
             self._start(call)
         else:
@@ -286,10 +301,8 @@ class WorkerProcess(Process):
             reply = ((*name[:3], name[3] + self.world.rng.choice((-1, 1, 7))), *others)
         elif self.world.strikes("wrong"):
             attempt = unpack(call.given[0])[1].attempt
-            if rest:
-                reply = self._spoiled_norm(reply, attempt)
-            else:
-                reply = self._spoiled(reply, attempt)
+            spoil = self._spoiled_norm if rest else self._spoiled
+            reply = spoil(reply, attempt)
         self.deliver(call, (reply, *rest) if rest else reply, None)
 
     def _spoiled(self, reply: Reply, attempt: int) -> Reply:
@@ -347,7 +360,7 @@ class ServerProcess(Process):
     def carry_out(self, call: Call) -> None:
         if call.name == "give":
             return super().carry_out(call)
-        ways = [self._way(piece.node) for piece in self.needs(call)]
+        ways = [self._way(node) for node in call.nodes]
         # In the order in which the server looks at its clock: when it asks, and at each arrival.
         begin = self.world.now
         self.times = chain((begin,), [begin + way for way in ways], repeat(begin))
@@ -362,6 +375,21 @@ class ServerProcess(Process):
             super().answer(call, answer, error)
         else:
             self.deliver(call, answer, error)
+
+
+def _fetched(thing: Any) -> Any:
+    if isinstance(thing, Reference):
+        return thing.fetched()
+    if isinstance(thing, tuple | list):
+        return type(thing)(map(_fetched, thing)) if _has_references(thing) else thing
+    return thing
+
+
+def _has_references(things: Sequence[Any]) -> bool:
+    return any(
+        isinstance(each, Reference) or (isinstance(each, tuple | list) and _has_references(each))
+        for each in things
+    )
 
 
 def _ticking(begin: float, tick: float) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Ray in virtual time and bad weather: the real engine, worker and server code, simulated processes."""
+"""Ray in virtual time and bad weather: the real engine on simulated processes and machines."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
+_MOMENT = 1e-6  # seconds that pass at least when somebody waits, as they do on a real clock
+
 
 class DriverKilled(BaseException):
     """The process that decides is killed at this very moment."""
@@ -135,10 +137,13 @@ class World:
             self._made += 1
 
     def may_lose_a_node(self) -> None:
-        """Have a machine lost now and then, if there is another; a new one comes later."""
+        """Have a machine lost now and then, if there is another."""
         if len(self.nodes) < 2 or not self.strikes("node"):
             return
-        lost = self.rng.choice(self.nodes)
+        self.lose_node(self.rng.choice(self.nodes))
+
+    def lose_node(self, lost: str) -> None:
+        """Have a machine lost with all that is on it. Ray notices later."""
         self.nodes.remove(lost)
         self.silent[lost] = []
         for actor in self._on(lost):
@@ -184,7 +189,7 @@ class _Inbox:
         until = self._world.now + timeout
         while not self._items:
             if not self._world.advance(until):
-                self._world.now = until
+                self._world.now = max(until, self._world.now + _MOMENT)
                 self._world.count()
                 raise queue.Empty
         return self._items.popleft()

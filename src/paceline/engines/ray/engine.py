@@ -527,6 +527,7 @@ class Ray:
 
     def _without_model(self, member: Member, id: TaskId) -> None:
         """Send a task again whose model was lost on the way, when it is to be had again."""
+        self._results().miss_model()
         order = self._orders.get(id)
         if order is None:  # cancelled meanwhile
             self._ship(member)

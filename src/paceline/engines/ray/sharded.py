@@ -176,6 +176,15 @@ class ShardedReducer:
     def publish(self) -> Version:
         return self._model
 
+    def miss_model(self) -> None:
+        """Have slices again whose node is lost. Nobody else may notice: a server that is idle has
+        no call that could fail, and without its slice there are no results to call it with."""
+        alive = self._cluster.nodes()
+        for slot in self._slots:
+            node = slot.newest.node
+            if slot.index not in self._starting and node is not None and node not in alive:
+                self._recover(slot)
+
     def settle(self) -> None:
         for _ in range(_ATTEMPTS):
             until = self._cluster.clock() + self._patience + self._start_patience
@@ -190,9 +199,7 @@ class ShardedReducer:
             try:
                 self._gather()
             except ray.exceptions.ObjectLostError:  # the loss of a node that nobody had noticed
-                for slot in self._slots:
-                    if slot.newest.node not in self._cluster.nodes():
-                        self._recover(slot)
+                self.miss_model()
         if self._settled != self._version:
             raise ServersLost(
                 f"version {self._version} of the model could not be gathered in {_ATTEMPTS} "
@@ -440,7 +447,9 @@ class ShardedReducer:
             slot.newest = Copy(copy.version, [slot.span], parts, answer[0].node)
             self._copy_state(slot, answer[1])
             for version in self._versions():
-                if version.number == copy.version and slot.index in version.missing:
+                same = version.spans[slot.index : slot.index + 1] == [slot.span]
+                if version.number == copy.version and same:
+                    # What the former server made may be on another node, and be lost with it.
                     version.refs[slot.index], version.nodes[slot.index] = parts[0], None
                     version.missing.discard(slot.index)
             self._feed(slot)
