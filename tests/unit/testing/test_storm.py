@@ -113,6 +113,27 @@ def test_a_node_lost_while_its_server_is_idle_is_noticed(totals: bool) -> None:
     assert run.steps == 12 and np.array_equal(done.models[12], run.model)
 
 
+def test_a_server_may_be_lost_again_and_again_while_a_checkpoint_waits(tmp_path: Path) -> None:
+    world = World(1, Weather(), 3, 20.0)
+    world.most = 20_000
+
+    def lose() -> None:
+        world.gone.add("s1")  # it dies at every start, for longer than a step and a start may take
+        next(actor for actor in world.actors if actor.name == "s1").die()
+        world.after(40.0, world.gone.clear)
+
+    engine = SimulatedRay(3, world, servers=2, start_timeout=5.0, respawns=1000)
+    run = pl.Trainer(
+        Rolling((1.0, 0.3), lr=0.04, batch_size=12),
+        pl.sync(3),
+        engine,
+        callbacks=[AtStep(5, lose)],
+        checkpoints=pl.Checkpoints(tmp_path, every=5),
+        progress=False,
+    ).fit(steps=8)
+    assert run.steps == 8 and run.seconds > 40
+
+
 def test_a_server_starts_where_it_was_or_on_any_node_that_is_there() -> None:
     order = ["a", "b", "c"]
     assert next_node("b", order, {"a", "b", "c"}) == "b"
