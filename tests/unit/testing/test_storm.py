@@ -113,6 +113,24 @@ def test_a_node_lost_while_its_server_is_idle_is_noticed(totals: bool) -> None:
     assert run.steps == 12 and np.array_equal(done.models[12], run.model)
 
 
+@pytest.mark.parametrize(
+    ("policy", "exact"), [(pl.sync(4), True), (pl.coded(1), False)], ids=["sync", "coded"]
+)
+def test_results_that_are_lost_with_a_node_are_computed_again(
+    policy: pl.Gather | pl.Coded, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = Rolling((1.0, 0.3, 0.1), noise=0.1, lr=0.04, batch_size=12)
+    caplog.set_level("WARNING")
+    for seed in range(4):
+        world = World(seed, Weather(), 4, 20.0, nodes=2)
+        engine = SimulatedRay(4, world, servers=2, start_timeout=5.0)
+        watch = [AtStep(5, lambda world=world: world.lose_node("n1"))]  # type: ignore[misc]
+        run = pl.Trainer(learner, policy, engine, callbacks=watch, progress=False).fit(steps=9)
+        done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+        assert np.allclose(done.models[9], run.model, rtol=0.0 if exact else 1e-9, atol=0.0)
+    assert "is computed again" in caplog.text
+
+
 def test_a_server_may_be_lost_again_and_again_while_a_checkpoint_waits(tmp_path: Path) -> None:
     world = World(1, Weather(), 3, 20.0)
     world.most = 20_000

@@ -557,10 +557,11 @@ class ShardedReducer:
                 f"{result.model.number} of the model that it was computed on; resume from a "
                 "checkpoint"
             )
-        # As many samples as the first time, whatever the time allowed then.
-        work = replace(result.task.work, budget=inf)
-        samples = result.samples // work.steps
-        self._redo(replace(result.task, work=work, samples=samples), result.model)
+        # As many samples as the first time, whatever the time allowed then. Parts are of the whole
+        # batch, and all of them are computed or none.
+        task, work = result.task, replace(result.task.work, budget=inf)
+        samples = result.samples // work.steps if work.parts is None else task.samples
+        self._redo(replace(task, work=work, samples=samples), result.model)
 
     def _computed_again(self, old: Result, new: Result) -> None:
         old.spans, old.slices, old.node = new.spans, new.slices, new.node
