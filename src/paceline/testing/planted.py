@@ -20,6 +20,8 @@ from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Pool
 from paceline.engines.ray.reducer import DriverReducer
+from paceline.engines.ray.server import Server
+from paceline.engines.ray.sharded import ShardedReducer
 
 Patch = tuple[Any, str, Any]
 
@@ -216,6 +218,41 @@ def _count_the_dead() -> list[Patch]:
     return [(Ledger, "record", broken)]
 
 
+def _let_a_server_step_twice() -> list[Patch]:
+    whole = Server.apply
+
+    def broken(self: Any, version: int, totals: Any) -> Any:
+        if version % 5 == 0:
+            self._turn(version).apply(totals)
+        return whole(self, version, totals)
+
+    return [(Server, "apply", broken)]
+
+
+def _start_a_server_without_its_state() -> list[Patch]:
+    """The slice is taken over, and the optimizer's memory is not."""
+    whole = Server.set_up
+
+    def broken(self: Any, *given: Any) -> Any:
+        *fixed, values, (arrays, data) = given  # of the last part, if there are several
+        empty = {name: array * 0 for name, array in arrays.items()}
+        return whole(self, *fixed, values, (empty, data))
+
+    return [(Server, "set_up", broken)]
+
+
+def _publish_a_slice_of_the_version_before() -> list[Patch]:
+    whole = ShardedReducer._sent
+
+    def broken(self: Any, step: Any, slot: Any, *given: Any) -> None:
+        before = slot.newest.parts[0]
+        whole(self, step, slot, *given)
+        if slot.index == 1 and step.version % 5 == 0:
+            step.model.refs[slot.index] = before
+
+    return [(ShardedReducer, "_sent", broken)]
+
+
 def _read(answer: Any) -> Any:
     from paceline.engines.ray.worker import read
 
@@ -241,5 +278,8 @@ BUGS: dict[str, Callable[[], list[Patch]]] = {
         _keep_every_order,
         _throw_away_what_came_twice,
         _count_the_dead,
+        _let_a_server_step_twice,
+        _start_a_server_without_its_state,
+        _publish_a_slice_of_the_version_before,
     )
 }

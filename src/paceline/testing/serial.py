@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.codes.blocks import decoded
 from paceline.core.journal import Entry, Header
 from paceline.core.ledger import MAX_ATTEMPTS, Ledger
 from paceline.core.protocol import Cancel, Discard, Finished, Left, Start, Step, Task, TaskId
+from paceline.data.partition.base import Partition
 from paceline.learners.base import Array, Learner, Server
+
+Places: TypeAlias = set[tuple[int, int]]
+"""Samples by their tile and their place in its stream; -1 is the stream of all data."""
 
 
 @dataclass
@@ -19,10 +23,10 @@ class History:
 
     began: int  # the version that it starts from
     models: dict[int, Array] = field(default_factory=dict)  # after each step
-    used: dict[int, set[int]] = field(default_factory=dict)  # by each step
-    dropped: list[tuple[int, set[int]]] = field(default_factory=list)  # at which entry
+    used: dict[int, Places] = field(default_factory=dict)  # by each step
+    dropped: list[tuple[int, Places]] = field(default_factory=list)  # at which entry
     entry_of: dict[int, int] = field(default_factory=dict)  # of each step
-    pending: set[int] = field(default_factory=set)  # in the end
+    pending: Places = field(default_factory=set)  # in the end
 
 
 def serial(
@@ -32,6 +36,7 @@ def serial(
     server: Server,
     seed: int,
     exact: bool = True,
+    tiles: Partition | None = None,
 ) -> History:
     """Take the steps of a journal again.
 
@@ -41,7 +46,7 @@ def serial(
     books = Ledger(header.batch)
     if header.state is not None:
         books.restore(header.state["ledger"])
-    replica = learner.replica(seed)
+    replica = learner.replica(seed, tiles)
     running: dict[TaskId, Task] = dict(books.running)
     lost: dict[TaskId, Task] = dict(books.lost)
     held: dict[TaskId, tuple[Task, int]] = {}
@@ -83,7 +88,8 @@ def serial(
                         server.step(factors, sums, frozenset())
                     version += 1
                     history.models[version] = server.vector.copy()
-                    history.used[version] = _places(task for task, _ in results)
+                    used = [_places([task]) - _places([task], done) for task, done in results]
+                    history.used[version] = set[tuple[int, int]]().union(*used)
                     history.entry_of[version] = index
     open_tasks = [*running.values(), *lost.values(), *(task for task, _ in held.values())]
     history.pending = _places(open_tasks)
@@ -94,13 +100,18 @@ def _until(samples: int) -> Any:
     return lambda done: done < samples
 
 
-def _places(tasks: Iterable[Task], beyond: int = 0) -> set[int]:
+def _places(tasks: Iterable[Task], beyond: int = 0) -> Places:
     """Return where in the stream of data the samples are; parts have theirs by the step.
 
     beyond: how many of the first are left out.
     """
-    places: set[int] = set()
+    places: Places = set()
     for task in tasks:
-        if task.work.parts is None:
-            places |= set(range(task.draw + beyond, task.draw + task.samples * task.work.steps))
+        if task.work.tiles is not None:
+            done = task.drawn(beyond)
+            for tile, draw, samples in task.stretches():
+                places |= {(tile, place) for place in range(draw + done[tile], draw + samples)}
+        elif task.work.parts is None:
+            end = task.draw + task.samples * task.work.steps
+            places |= {(-1, place) for place in range(task.draw + beyond, end)}
     return places

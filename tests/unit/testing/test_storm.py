@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,18 @@ import pytest
 import paceline as pl
 from paceline.core.protocol import Task, Work
 from paceline.engines.door import FAR, NOT_FINITE, Door, norm_of
+from paceline.engines.ray.pool import next_node
 from paceline.testing.planted import BUGS, planted
+from paceline.testing.rolling import Rolling
 from paceline.testing.serial import serial
+from paceline.testing.simulated import SimulatedRay
 from paceline.testing.storm import Violation, play
-from paceline.testing.weather import SimulatedRay, Weather, World
+from paceline.testing.weather import Weather, World
 
 CASES = (
     *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
-    *("bandit", "ata", "local_sgd", "by speed", "coded", "encoded"),
+    *("bandit", "ata", "local_sgd", "by speed", "growing", "deadline", "among", "placed", "coded"),
+    *("verified", "estimated", "encoded", "lazy", "public copy", "robust", "servers"),
 )
 
 
@@ -75,6 +80,85 @@ def test_bad_weather_does_not_change_what_sync_learns_from() -> None:
         steps.append(done.used)
     assert engine.world.faults.total() > 60
     assert steps[0] == steps[1]
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+class AtStep(pl.Callback):
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self._step, self._action = step, action
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if progress.step == self._step:
+            self._action()
+
+
+@pytest.mark.parametrize("totals", [False, True])
+def test_a_node_lost_while_its_server_is_idle_is_noticed(totals: bool) -> None:
+    """Workers that come up find a slice of the model gone, and no call to its server can fail."""
+    learner = Rolling((1.0, 0.3, 0.1), noise=0.1, lr=0.04, batch_size=12, totals=totals)
+    world = World(1, Weather(), 3, 20.0, nodes=3)
+    world.most = 20_000
+
+    def lose() -> None:
+        for actor in [a for a in world.actors if a.name in ("w0", "w1")]:
+            actor.die()
+        world.lose_node("n1")
+
+    engine = SimulatedRay(3, world, servers=3, start_timeout=5.0)
+    watch = [AtStep(5, lambda: world.after(0.5, lose))]  # when the servers are done with it
+    run = pl.Trainer(learner, pl.sync(3), engine, callbacks=watch, progress=False).fit(steps=12)
+    done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+    assert run.steps == 12 and np.array_equal(done.models[12], run.model)
+
+
+@pytest.mark.parametrize(
+    ("policy", "exact"), [(pl.sync(4), True), (pl.coded(1), False)], ids=["sync", "coded"]
+)
+def test_results_that_are_lost_with_a_node_are_computed_again(
+    policy: pl.Gather | pl.Coded, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = Rolling((1.0, 0.3, 0.1), noise=0.1, lr=0.04, batch_size=12)
+    caplog.set_level("WARNING")
+    for seed in range(4):
+        world = World(seed, Weather(), 4, 20.0, nodes=2)
+        engine = SimulatedRay(4, world, servers=2, start_timeout=5.0)
+        watch = [AtStep(5, lambda world=world: world.lose_node("n1"))]  # type: ignore[misc]
+        run = pl.Trainer(learner, policy, engine, callbacks=watch, progress=False).fit(steps=9)
+        done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+        assert np.allclose(done.models[9], run.model, rtol=0.0 if exact else 1e-9, atol=0.0)
+    assert "is computed again" in caplog.text
+
+
+def test_a_server_may_be_lost_again_and_again_while_a_checkpoint_waits(tmp_path: Path) -> None:
+    world = World(1, Weather(), 3, 20.0)
+    world.most = 20_000
+
+    def lose() -> None:
+        world.gone.add("s1")  # it dies at every start, for longer than a step and a start may take
+        next(actor for actor in world.actors if actor.name == "s1").die()
+        world.after(40.0, world.gone.clear)
+
+    engine = SimulatedRay(3, world, servers=2, start_timeout=5.0, respawns=1000)
+    run = pl.Trainer(
+        Rolling((1.0, 0.3), lr=0.04, batch_size=12),
+        pl.sync(3),
+        engine,
+        callbacks=[AtStep(5, lose)],
+        checkpoints=pl.Checkpoints(tmp_path, every=5),
+        progress=False,
+    ).fit(steps=8)
+    assert run.steps == 8 and run.seconds > 40
+
+
+def test_a_server_starts_where_it_was_or_on_any_node_that_is_there() -> None:
+    order = ["a", "b", "c"]
+    assert next_node("b", order, {"a", "b", "c"}) == "b"
+    assert next_node("b", order, {"a", "c"}) == "c"
+    assert next_node("c", order, {"a", "b"}) == "a"
+    assert next_node("c", order, {"new", "newer"}) == "new"  # all that it began with are gone
+    assert next_node("c", order, set()) is None
 
 
 # --- the door ------------------------------------------------------------------------------------

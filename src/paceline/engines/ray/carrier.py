@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias
@@ -99,8 +99,13 @@ class Incoming:
     a wait that begins again and again makes Ray ask for the slices again and again.
     """
 
-    def __init__(self, refs: Sequence[Any], patience: float = _LONGEST) -> None:
-        self._patience = patience
+    def __init__(
+        self,
+        refs: Sequence[Any],
+        patience: float = _LONGEST,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._patience, self._clock = patience, clock
         self.slices: list[Array] = []
         self.waited = 0.0  # by whoever iterates
         self.seconds = [0.0] * len(refs)  # until each was here
@@ -108,7 +113,7 @@ class Incoming:
         self._lock = threading.Lock()
         self._given_up = False
         self._missing = len(refs)
-        self._begin = time.monotonic()
+        self._begin = clock()
         self._futures: list[Future[Any]] = [ref.future() for ref in refs]
         for index, future in enumerate(self._futures):
             future.add_done_callback(partial(self._arrived, index))
@@ -118,17 +123,17 @@ class Incoming:
         self._wake.set()
 
     def __iter__(self) -> Iterator[Array]:
-        begin = time.monotonic()
+        begin = self._clock()
         if not self._wake.wait(self._patience):
             raise ray.exceptions.GetTimeoutError(f"slices did not come in {self._patience:g} s")
-        self.waited = time.monotonic() - begin
+        self.waited = self._clock() - begin
         if self._given_up:
             raise GivenUp
         self.slices = [future.result(timeout=0) for future in self._futures]
         yield from self.slices
 
     def _arrived(self, index: int, future: Future[Any]) -> None:
-        self.seconds[index] = time.monotonic() - self._begin
+        self.seconds[index] = self._clock() - self._begin
         with self._lock:
             self._missing -= 1
             if not self._missing:

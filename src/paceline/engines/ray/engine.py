@@ -43,7 +43,7 @@ from paceline.engines.door import NOT_FINITE, Door
 from paceline.engines.ray.carrier import start_carriers
 from paceline.engines.ray.peer import PeerProcess
 from paceline.engines.ray.peers import RayPeers
-from paceline.engines.ray.pool import Cluster, Member, Pool, make_servers
+from paceline.engines.ray.pool import Cluster, Member, Pool
 from paceline.engines.ray.reducer import DriverReducer, Model, Reducer, Refused
 from paceline.engines.ray.sharded import ShardedReducer
 from paceline.engines.ray.worker import Token, read
@@ -282,7 +282,7 @@ class Ray:
             self._server_pool = None
         if self._server_pool is None:
             names = [f"s{i}" for i in range(count)]
-            make = make_servers(dict(zip(names, nodes, strict=True)))
+            make = self._cluster.make_servers(dict(zip(names, nodes, strict=True)))
             self._server_pool = Pool(names, make, self._respawns, self._cluster)
             self._server_nodes = nodes
         self._server_pool.fill()
@@ -527,6 +527,7 @@ class Ray:
 
     def _without_model(self, member: Member, id: TaskId) -> None:
         """Send a task again whose model was lost on the way, when it is to be had again."""
+        self._results().miss_model()
         order = self._orders.get(id)
         if order is None:  # cancelled meanwhile
             self._ship(member)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,15 +63,21 @@ def make_servers(nodes: Mapping[str, str]) -> Callable[[str], Any]:
     order = list(dict.fromkeys(nodes.values()))
 
     def make(name: str) -> Any:
-        alive = alive_nodes()
-        start = order.index(nodes[name])
-        chosen = next((n for n in order[start:] + order[:start] if n in alive), None)
+        chosen = next_node(nodes[name], order, alive_nodes())
         if chosen is None:
             raise RuntimeError(f"no node is left on which server {name} could be started")
         on = NodeAffinitySchedulingStrategy(chosen, soft=False)  # soft ones are not followed
         return actor.options(scheduling_strategy=on).remote()
 
     return make
+
+
+def next_node(wished: str, others: Sequence[str], alive: Collection[str]) -> str | None:
+    """Return a node if it is there, or else the next one, or else any; None if none is."""
+    start = others.index(wished)
+    # Those that came later are the last choice: nobody has measured the way to them.
+    turn = [*others[start:], *others[:start], *sorted(alive)]
+    return next((node for node in turn if node in alive), None)
 
 
 def alive_nodes() -> set[str]:
@@ -97,6 +103,9 @@ class Cluster:
     ) -> Callable[[str], Any]:
         return make_workers(cpus, gpus, size, fixed, kind)
 
+    def make_servers(self, nodes: Mapping[str, str]) -> Callable[[str], Any]:
+        return make_servers(nodes)
+
     def calls(self) -> Calls:
         """Make the inbox for the answers of its actors."""
         return Calls()
@@ -106,6 +115,10 @@ class Cluster:
 
     def put(self, thing: Any) -> Any:
         return ray.put(thing)
+
+    def get(self, refs: Any, timeout: float) -> Any:
+        """Wait for an object, or a list of them."""
+        return ray.get(refs, timeout=timeout)
 
     def kill(self, actor: Any) -> None:
         ray.kill(actor)
@@ -132,7 +145,7 @@ class Pool:
         self, names: Sequence[str], make: Callable[[str], Any], respawns: int, cluster: Cluster
     ) -> None:
         self._names, self._make, self._respawns = names, make, respawns
-        self._cluster, self._node = cluster, cluster.node()
+        self.cluster, self._node = cluster, cluster.node()
         self.members: dict[str, Member] = {}
         self._failures: dict[str, int] = {}  # one after the other, without a result in between
         self._paused: dict[str, int] = {}  # those to be started later, with their next incarnation
@@ -169,7 +182,7 @@ class Pool:
         None: never. The first time it is at once, and then twice as long each time, until there
         has been a result. distrust: its last one was refused, so that it is not at once either.
         """
-        self._cluster.kill(member.actor)
+        self.cluster.kill(member.actor)
         self._make_sure(member)
         del self.members[member.name]
         if member.incarnation >= self._respawns:
@@ -194,12 +207,12 @@ class Pool:
 
     def remove(self, name: str) -> None:
         """End one that is not needed any more; `fill` starts it again."""
-        self._cluster.kill(self.members.pop(name).actor)
+        self.cluster.kill(self.members.pop(name).actor)
 
     def end(self) -> None:
         """End them all, those that do not obey after two seconds by force."""
         for member in self.members.values():
-            self._cluster.kill(member.actor)
+            self.cluster.kill(member.actor)
         patience = time.monotonic() + 2.0
         while any(map(self._is_running, self.members.values())) and time.monotonic() < patience:
             time.sleep(0.02)

@@ -72,6 +72,9 @@ class Reducer(Protocol):
     def publish(self) -> Model:
         """Return the model after all steps so far."""
 
+    def miss_model(self) -> None:
+        """See to what is lost of the model: a worker could not get it."""
+
     def settle(self) -> None:
         """Bring the job's own server to the newest version, wherever the model is kept."""
 
@@ -190,6 +193,9 @@ class DriverReducer:
             small = vector.nbytes <= INLINE_BYTES
             self._published = Payload(vector.copy() if small else ray.put(vector), self._version)
         return self._published
+
+    def miss_model(self) -> None:
+        pass  # it goes with the call
 
     def settle(self) -> None:
         pass

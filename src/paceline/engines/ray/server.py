@@ -6,7 +6,8 @@ the optimizer's state that goes with it. So a version outlives the process that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -37,7 +38,12 @@ and the seconds that they may take."""
 class Server:
     """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        place: Callable[[], Place] | None = None,
+    ) -> None:
+        self._clock, self._place = clock, place or here
         self._shard: Shard | None = None
         self._span: Span = (0, 0)
         self._version = -1
@@ -72,7 +78,7 @@ class Server:
         shard.load(layout.cut([((at[0], at[1]), part) for at, part in saved], span))
         self._shard, self._span, self._version = shard, (span[0], span[1]), version
         state = self._state()
-        return (here(), bool(state[0])), shard.vector, state
+        return (self._place(), bool(state[0])), shard.vector, state
 
     def step(self, version: int, order: Order) -> tuple[Done, Array, State]:
         """Take a step whole: add up the results, and let the optimizer step."""
@@ -88,11 +94,11 @@ class Server:
         given, wants, at, refs, nodes, patience = order
         weights = [factors_of(weight) for weight in given]
         try:
-            incoming = Incoming(ask(refs, nodes, self._carriers), patience)
+            incoming = Incoming(ask(refs, nodes, self._carriers), patience, self._clock)
             pieces = list(incoming)
         except ray.exceptions.RayActorError:  # a carrier's; the stores are as good
             self._carriers = {}
-            incoming = Incoming(refs, patience)
+            incoming = Incoming(refs, patience, self._clock)
             pieces = list(incoming)
         self._seconds = incoming.seconds
         if self._codec is not None:

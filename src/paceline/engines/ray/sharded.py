@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics as numbers
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,7 +30,7 @@ from paceline.core.logs import logger_of
 from paceline.core.protocol import Coefficients, Task, TaskId, Want
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
-from paceline.engines.ray.pool import Member, Pool, alive_nodes
+from paceline.engines.ray.pool import Member, Pool
 from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
 from paceline.engines.ray.server import Done
 from paceline.engines.ray.slices import Copy, Result, Slot, Step, Version
@@ -90,6 +89,7 @@ class ShardedReducer:
         self._codec = codec
         self._server, self._wants = server, sorted(wants, key=str)
         self._pool, self._workers, self._carriers, self._calls = pool, workers, carriers, calls
+        self._cluster = pool.cluster
         self._patience, self._start_patience = patience
         self._stepped, self._changed, self._redo = stepped, changed, redo
         self._layout = server.layout
@@ -109,12 +109,13 @@ class ShardedReducer:
         """Cut the server's state into a slice for each server process, and send them out."""
         whole, saved = (0, self._layout.size), self._server.save()
         slots = []
+        cluster = self._cluster
         names = list(self._pool.members)
         spans = self._layout.spans(len(names))
         for index, (name, span) in enumerate(zip(names, spans, strict=True)):
             part = self._layout.cut([(whole, saved)], span)
             arrays = {key: array for key, array in part.arrays.items() if key != "values"}
-            refs = [ray.put(part.arrays["values"]), ray.put((arrays, dict(part.data)))]
+            refs = [cluster.put(part.arrays["values"]), cluster.put((arrays, dict(part.data)))]
             copy = Copy(self._version, [span], refs)
             slots.append(Slot(index, span, self._server.recipe(span), name, copy))
         for slot in slots:
@@ -124,7 +125,7 @@ class ShardedReducer:
     def wait(self) -> None:
         """Return when all servers are up."""
         while self._starting:
-            self._calls.wait(time.monotonic() + self._start_patience)
+            self._calls.wait(self._cluster.clock() + self._start_patience)
 
     # --- what the engine asks for ----------------------------------------------------------------
 
@@ -175,11 +176,21 @@ class ShardedReducer:
     def publish(self) -> Version:
         return self._model
 
+    def miss_model(self) -> None:
+        """Have slices again whose node is lost. Nobody else may notice: a server that is idle has
+        no call that could fail, and without its slice there are no results to call it with."""
+        alive = self._cluster.nodes()
+        for slot in self._slots:
+            node = slot.newest.node
+            if slot.index not in self._starting and node is not None and node not in alive:
+                self._recover(slot)
+
     def settle(self) -> None:
         for _ in range(_ATTEMPTS):
-            until = time.monotonic() + self._patience + self._start_patience
+            # Every call has a deadline, and who is lost is replaced so many times and no more: one
+            # for all of it would end a run because servers are lost while somebody looks at it.
             while self._waiting or not self._last().whole:
-                if not self._calls.wait(until) or time.monotonic() > until:
+                if not self._calls.wait(inf):
                     raise ServersLost(
                         f"the servers did not come to version {self._version}; the last whole one "
                         f"is {self._whole()}. Resume from a checkpoint"
@@ -189,9 +200,7 @@ class ShardedReducer:
             try:
                 self._gather()
             except ray.exceptions.ObjectLostError:  # the loss of a node that nobody had noticed
-                for slot in self._slots:
-                    if slot.newest.node not in alive_nodes():
-                        self._recover(slot)
+                self.miss_model()
         if self._settled != self._version:
             raise ServersLost(
                 f"version {self._version} of the model could not be gathered in {_ATTEMPTS} "
@@ -203,7 +212,7 @@ class ShardedReducer:
         vector = self._server.vector
         for slot in self._slots:
             copy = slot.newest
-            found = ray.get(list(copy.parts), timeout=self._patience)
+            found = self._cluster.get(list(copy.parts), self._patience)
             for span, values, (arrays, data) in zip(
                 copy.spans, found[0::2], found[1::2], strict=True
             ):
@@ -439,7 +448,9 @@ class ShardedReducer:
             slot.newest = Copy(copy.version, [slot.span], parts, answer[0].node)
             self._copy_state(slot, answer[1])
             for version in self._versions():
-                if version.number == copy.version and slot.index in version.missing:
+                same = version.spans[slot.index : slot.index + 1] == [slot.span]
+                if version.number == copy.version and same:
+                    # What the former server made may be on another node, and be lost with it.
                     version.refs[slot.index], version.nodes[slot.index] = parts[0], None
                     version.missing.discard(slot.index)
             self._feed(slot)
@@ -478,7 +489,7 @@ class ShardedReducer:
     def _recover(self, slot: Slot) -> None:
         """Let a server start again from the newest copy that there still is."""
         copy = slot.newest
-        if copy.rescued or (copy.node is not None and copy.node not in alive_nodes()):
+        if copy.rescued or (copy.node is not None and copy.node not in self._cluster.nodes()):
             slot.newest = self._rescue(slot)
             for version in self._versions():
                 version.missing.add(slot.index)
@@ -490,11 +501,11 @@ class ShardedReducer:
 
     def _rescue(self, slot: Slot) -> Copy:
         """Find the newest version of a slice on the nodes that are left."""
-        alive, found = alive_nodes(), []
+        alive, found = self._cluster.nodes(), []
         for member in self._workers.members.values():
             if member.joined and member.place and member.place.node in alive:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    for version in ray.get(member.actor.holds.remote(), timeout=_SHORT):
+                    for version in self._cluster.get(member.actor.holds.remote(), _SHORT):
                         if version >= self._base.number and version in slot.states:
                             found.append((version, member))
         if not found:
@@ -524,7 +535,7 @@ class ShardedReducer:
         if any(r.slices is not slices for r, slices in zip(step.results, sent, strict=True)):
             self._feed(slot)  # they are there again already
             return
-        alive = alive_nodes()
+        alive = self._cluster.nodes()
         lost = [result for result in step.results if result.node not in alive]
         if not lost:  # or not yet known to be
             slot.attempts += 1
@@ -546,10 +557,11 @@ class ShardedReducer:
                 f"{result.model.number} of the model that it was computed on; resume from a "
                 "checkpoint"
             )
-        # As many samples as the first time, whatever the time allowed then.
-        work = replace(result.task.work, budget=inf)
-        samples = result.samples // work.steps
-        self._redo(replace(result.task, work=work, samples=samples), result.model)
+        # As many samples as the first time, whatever the time allowed then. Parts are of the whole
+        # batch, and all of them are computed or none.
+        task, work = result.task, replace(result.task.work, budget=inf)
+        samples = result.samples // work.steps if work.parts is None else task.samples
+        self._redo(replace(task, work=work, samples=samples), result.model)
 
     def _computed_again(self, old: Result, new: Result) -> None:
         old.spans, old.slices, old.node = new.spans, new.slices, new.node

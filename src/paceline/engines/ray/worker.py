@@ -201,15 +201,15 @@ class Worker:
         """
         token, task = unpack(order)
         self._refund(unused)
-        begin = time.monotonic()
+        begin = self._clock()
         self._computing = token
-        incoming = self._incoming = Incoming(ask(model, nodes, self._carriers))
+        incoming = self._incoming = Incoming(ask(model, nodes, self._carriers), clock=self._clock)
         if self._abandoned == token:
             incoming.give_up()
 
         def proceed(done: int) -> bool:
             until = begin + incoming.waited + task.work.budget
-            return self._abandoned != token and time.monotonic() < until
+            return self._abandoned != token and self._clock() < until
 
         try:
             outcome = self._compute(incoming, task, proceed)
@@ -225,7 +225,7 @@ class Worker:
             self._models[task.version] = cut, incoming.slices
             for old in sorted(self._models)[:-2]:
                 del self._models[old]
-        seconds = time.monotonic() - begin - incoming.waited
+        seconds = self._clock() - begin - incoming.waited
         vector = outcome.vector
         needed = [covering(span, task.work.messages) for span in spans]
         told = Outcome(None, outcome.samples, outcome.stats)
