@@ -27,6 +27,18 @@ _LATENCY = 0.002  # seconds from one process to another
 _START = 0.5  # seconds that a process needs to come up
 
 
+def died() -> Exception:
+    """Return what Ray says of a call to a process that is dead."""
+    error: Exception = ray.exceptions.ActorDiedError()
+    return error
+
+
+def unavailable() -> Exception:
+    """Return what Ray says where it cannot tell whether a call was carried out."""
+    error: Exception = ray.exceptions.ActorUnavailableError("lost contact", None)
+    return error
+
+
 class DriverKilled(BaseException):
     """The process that decides is killed at this very moment."""
 
