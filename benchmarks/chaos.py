@@ -1,11 +1,12 @@
 """Faults without end: simulated storms by the thousand, bugs put in on purpose, and real processes.
 
 `storm` trains whole runs on a simulated Ray with lost, doubled, late, wrong and stray answers,
-crashes, pauses and driver kills, and checks what must hold after every event. `planted` puts bugs
-into Paceline and counts how many storms it takes to find each. `ray` is chaos_ray.py: nodes and
-workers that fail every few seconds, beside the same run without faults. `resume` is
-chaos_resume.py: the driver killed again and again. `corrupted` damages checkpoints, and `security`
-knocks at a cluster's doors: both are tests, which are counted here. The soak is chaos_soak.py.
+crashes, pauses and driver kills, and checks what must hold after every event; every eighth is
+without a main node, and with `gossip` all are. `planted` puts bugs into Paceline and counts how
+many storms it takes to find each. `ray` is chaos_ray.py: nodes and workers that fail every few
+seconds, beside the same run without faults. `resume` is chaos_resume.py: the driver killed again
+and again. `corrupted` damages checkpoints, and `security` knocks at a cluster's doors: both are
+tests, which are counted here. The soak is chaos_soak.py.
 
     python benchmarks/chaos.py [--quick] [--part NAME] [--seed N]
 """
@@ -23,20 +24,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import chaos_ray
 import chaos_resume
 from _report import finish, machine, parser, table
+from paceline.testing import gossip_planted, gossip_storm
 from paceline.testing.planted import BUGS, planted
 from paceline.testing.storm import Outcome, Violation, play
 
 STORMS = 10_000
 FAULTS = 500_000
+GOSSIP_STORMS = 1_500
 FOUND_WITHIN = 2_000  # storms
-PARTS = ("storm", "planted", "ray", "resume", "corrupted", "security")
+PARTS = ("storm", "gossip", "planted", "ray", "resume", "corrupted", "security")
+GOSSIP_EVERY = 8  # storms: the last of each so many is without a main node
 KILLS = 30  # of the driver
 CASES = 12  # of security
 CORRUPTED = 200  # checkpoints
@@ -46,18 +52,29 @@ CORRUPTED = 200  # checkpoints
 
 
 def storm(seed: int) -> Outcome | str:
-    """Return what came of one storm, or what was broken."""
+    """Return what came of one storm, or what was broken; the seed decides of which kind it is."""
+    return played(gossip_storm.play if seed % GOSSIP_EVERY == GOSSIP_EVERY - 1 else play, seed)
+
+
+def gossip(seed: int) -> Outcome | str:
+    """Return what came of one storm without a main node."""
+    return played(gossip_storm.play, seed)
+
+
+def played(kind: Callable[[int, Path], Outcome], seed: int) -> Outcome | str:
     logging.disable(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
-        return play(seed, folder)
+        return kind(seed, folder)
     except Violation as error:
         return str(error)
     finally:
         shutil.rmtree(folder)
 
 
-def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
+def storms(
+    seeds: Sequence[int], processes: int, kind: Callable[[int], Outcome | str] = storm
+) -> dict[str, Any]:
     """Count faults and broken promises over many storms."""
     begin = time.perf_counter()
     faults: Counter[str] = Counter()
@@ -66,7 +83,7 @@ def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
     kills = 0
     seconds = 0.0
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, outcome in enumerate(pool.imap_unordered(storm, seeds, chunksize=8), 1):
+        for done, outcome in enumerate(pool.imap_unordered(kind, seeds, chunksize=8), 1):
             if done % 500 == 0:
                 seconds_each = (time.perf_counter() - begin) / done
                 print(f"{done} storms, {faults.total()} faults, {1 / seconds_each:.1f} a second")
@@ -95,13 +112,14 @@ def storms(seeds: Sequence[int], processes: int) -> dict[str, Any]:
 def find_planted(most: int) -> dict[str, int | None]:
     """Return after how many storms each bug was found."""
     found: dict[str, int | None] = {}
-    for bug in BUGS:
-        found[bug] = None
-        with planted(bug):
-            for seed in range(most):
-                if isinstance(storm(seed), str):
-                    found[bug] = seed + 1
-                    break
+    for kind, bugs in ((play, BUGS), (gossip_storm.play, gossip_planted.BUGS)):
+        for bug in bugs:
+            found[bug] = None
+            with planted(bug, bugs), np.errstate(all="ignore"):
+                for seed in range(most):
+                    if isinstance(played(kind, seed), str):
+                        found[bug] = seed + 1
+                        break
     table(["bug put in", "found after"], [[bug, str(count)] for bug, count in found.items()])
     return found
 
@@ -128,7 +146,7 @@ def main() -> None:
     arguments = _arguments()
     logging.disable(logging.WARNING)
     if arguments.seed is not None:
-        print(storm(arguments.seed))
+        print((gossip if arguments.part == "gossip" else storm)(arguments.seed))
         return
     quick = arguments.quick
     parts = [arguments.part] if arguments.part else list(PARTS)
@@ -141,6 +159,11 @@ def main() -> None:
         checks += [found["violations"] == 0, found["faults"] >= FAULTS / STORMS * count / 2]
         if count >= STORMS:
             checks.append(found["faults"] >= FAULTS)
+    if "gossip" in parts:
+        count = arguments.storms or (20 if quick else GOSSIP_STORMS)
+        seeds = range(arguments.first, arguments.first + count)
+        figures["gossip"] = found = storms(seeds, arguments.processes, gossip)
+        checks += [found["violations"] == 0, found["faults"] >= 20 * count]
     if "planted" in parts:
         figures["planted"] = find_planted(100 if quick else FOUND_WITHIN)
         checks.append(None not in figures["planted"].values())

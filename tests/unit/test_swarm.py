@@ -199,7 +199,7 @@ def test_both_ends_of_every_link_have_one_copy(data: st.DataObject) -> None:
             engine.stop("enough")
     for _, _, name, item in sorted(engine._queue, key=lambda each: each[:2]):
         if isinstance(item, Delivery):
-            engine._deliver(name, engine._places[name], item.sender, item.letters)
+            engine._deliver(name, engine._places[name], item)
     for name in nodes:
         for to, outbox in engine._places[name].outboxes.items():
             for letter in outbox.take():

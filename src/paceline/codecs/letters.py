@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -26,6 +27,12 @@ class Letter:
     tensors: Sequence[int]
     values: NDArray[Any]
     untrained: NDArray[Any]
+    sender: int = 0  # a mark of who has written it
+
+
+def mark_of(name: str) -> int:
+    """Return the mark of a sender: a letter under another's name is known by it."""
+    return crc32(name.encode())
 
 
 def seal(letter: Letter, count: int, codec: Codec | None) -> Bytes:
@@ -39,7 +46,8 @@ def seal(letter: Letter, count: int, codec: Codec | None) -> Bytes:
     if letter.is_change:
         assert codec is not None
         parts = codec.encode(parts[0], letter.number).parts
-    head = torch.tensor([letter.version, letter.number, int(letter.is_change)])
+    kind = letter.sender << 1 | int(letter.is_change)  # in one number: the mark costs no byte
+    head = torch.tensor([letter.version, letter.number, kind])
     untrained = torch.from_numpy(np.array(letter.untrained))
     return pack(Message((head, torch.from_numpy(np.packbits(mask)), *parts, untrained)))
 
@@ -50,14 +58,20 @@ def unseal(packed: Bytes, sizes: Sequence[int], codec: Codec | None) -> Letter:
     sizes: of all tensors that there are.
     """
     head, mask, *parts, untrained = unpack(packed).parts
-    version, number, is_change = map(int, head)
+    if head.numel() != 3 or head.dtype != torch.int64 or mask.dtype != torch.uint8:
+        raise ValueError(f"a letter that begins with {head.numel()} numbers of {head.dtype}")
+    version, number, kind = map(int, head)
+    is_change, sender = kind & 1, kind >> 1
     tensors = np.flatnonzero(np.unpackbits(mask.numpy(), count=len(sizes))).tolist()
     size = sum(sizes[i] for i in tensors)
     if is_change:
-        assert codec is not None
+        if codec is None:
+            raise ValueError("a letter about changes, where letters hold the model as it is")
         values = codec.decode(Message(tuple(parts)), size)
     else:
         (values,) = parts
     if values.numel() != size:
         raise ValueError(f"a letter of {values.numel()} numbers about tensors of {size}")
-    return Letter(version, number, bool(is_change), tensors, values.numpy(), untrained.numpy())
+    return Letter(
+        version, number, bool(is_change), tensors, values.numpy(), untrained.numpy(), sender
+    )

@@ -2,7 +2,8 @@
 
 One number that is not finite makes a model worthless, and a step that is a million times too long
 nearly so. A worker whose result is refused is ended and started again after a pause. Where two
-workers fail alike it is not the workers: then the run ends, and says so.
+workers fail alike it is not the workers: then the run ends, and says so. Letters of peers are
+looked at in the same way, and one that is refused is followed by a whole copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.protocol import Task
+from paceline.core.protocol import Task, WorkerId
 from paceline.learners.base import Array
 
 FAR = 1e4
@@ -76,6 +77,11 @@ class Door:
         self._sound.append(task.version)
         return None
 
+    def let_in(self, vector: Array | None) -> None:
+        """Count a result as usual, whatever it is: it is the model's doing."""
+        if vector is not None and isfinite(norm := norm_of(vector)):
+            self._norms.append(norm)
+
     def is_again(self, task: Task) -> bool:
         """Tell whether a refused result is the model's doing, and no worker's fault.
 
@@ -91,6 +97,38 @@ class Door:
         if task.work.parts is None:
             return self._refused[samples] > 1
         return self._refused[samples] > 2 and task.version not in self._sound
+
+
+class Slot:
+    """Looks at every letter of a peer before its copy is moved.
+
+    One that would move a copy out of all proportion is refused once: if the whole copy that its
+    sender then sends says the same, it is no accident.
+    """
+
+    def __init__(self) -> None:
+        self._moves: deque[float] = deque(maxlen=_REMEMBERED)
+        self._refused: set[WorkerId] = set()  # whose last letter was out of all proportion
+
+    @property
+    def usual(self) -> float:
+        """How far letters move copies; 0 as long as that is not known."""
+        return median(self._moves) if len(self._moves) >= KNOWN else 0.0
+
+    def fault(self, sender: WorkerId, move: float) -> str | None:
+        """Say what is wrong with a letter that moves a copy so far; None: nothing."""
+        if not isfinite(move):
+            return NOT_FINITE
+        usual = self.usual
+        if usual and move > FAR * usual and sender not in self._refused:
+            self._refused.add(sender)
+            return f"it moves a copy by {move:.3g}, others do by {usual:.3g}"
+        self._refused.discard(sender)
+        self._moves.append(move)
+        return None
+
+    def forget(self, sender: WorkerId) -> None:
+        self._refused.discard(sender)
 
 
 NOT_FINITE = "it is not finite"

@@ -17,12 +17,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Figure, Peer, Stat, Step, Task, TaskId, Want, WorkerId
+from paceline.engines.door import NOT_FINITE, Door, Slot, norm_of
 from paceline.learners.base import Array, Layout, Learner, Outcome, Proceed, mean_loss, mixed
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes, Codec
+    from paceline.codecs.letters import Letter
     from paceline.data.partition.base import Partition
+
+
+logger = logger_of(__name__)
+
+_AGAIN = 2  # results in a row that are refused; the next one is the model's doing
+
+
+class Refused(RuntimeError):
+    """A letter cannot be what it seems; its sender has to send the whole copy."""
 
 
 def tensors_of(layout: Layout) -> tuple[int, ...]:
@@ -62,16 +74,34 @@ class Node:
         self._start = self.server.vector.copy()  # what all copies are of at first
         self._copies = dict.fromkeys((peer.name, *peer.neighbors), self._start)
         self._number = 0  # of letters that have moved the copy
-        self._numbers = dict.fromkeys(peer.neighbors, 0)  # of the last letter from each
+        # Of the last letter from each: its number, and the version it was of.
+        self._heard = dict.fromkeys(peer.neighbors, (0, 0))
         self._news: set[WorkerId] = set()  # whose copies have moved since the last mix
+        self._gone: set[WorkerId] = set()
+        self._door = Door(self.server.vector.size, self.server.vector.dtype)
+        self._slot = Slot()
+        self._refused = 0  # results, one after the other
         self._results: dict[TaskId, Outcome] = {}
         self._lock = Lock()
 
     # --- computing -------------------------------------------------------------------------------
 
     def compute(self, task: Task, proceed: Proceed) -> Outcome:
-        """Do a task on the model as it is, and hold its result."""
+        """Do a task on the model as it is, and hold its result.
+
+        One that is not finite, or out of all proportion, counts as one of no sample. If it is so
+        again and again it is the model's doing, and let in: then the run ends, and says so.
+        """
         outcome = self._replica.compute([self.server.vector], task, proceed)
+        fault = self._door.fault(task, outcome.vector, outcome.samples, outcome.stats)
+        if fault is None:
+            self._refused = 0
+        elif self._refused < _AGAIN:
+            self._refused += 1
+            logger.warning("node %s does not use a result: %s", self._name, fault)
+            outcome = Outcome(None, 0)
+        else:
+            self._door.let_in(outcome.vector)
         vector = None if outcome.vector is None else np.array(outcome.vector)
         self._results[task.id] = Outcome(vector, outcome.samples, outcome.stats)
         return outcome
@@ -149,34 +179,77 @@ class Node:
             return self._seal(range(len(self._sizes)), mine[: self._trained], False, mine)
 
     def receive(self, sender: WorkerId, packed: Bytes) -> int | None:
-        """Move the copy of a peer; return its version, or None if there is no such copy."""
-        from paceline.codecs.letters import unseal
+        """Move the copy of a peer; return its version, or None if it is no news.
 
-        letter = unseal(packed, self._sizes, self._codec)
+        A letter that is spoiled, of another sender, or after one that is missing is `Refused`.
+        """
+        letter = self._read(sender, packed)
+        is_whole = not letter.is_change and len(letter.tensors) == len(self._sizes)
         with self._lock:
-            if sender not in self._copies:
-                if letter.is_change or len(letter.tensors) < len(self._sizes):
-                    return None  # news of a copy that this node does not have
-                self._copies[sender] = self._start
-            before = self._numbers.get(sender, 0)
-            if letter.is_change and letter.number <= before:
-                return letter.version  # the whole copy that came before was made after it
-            if letter.is_change and letter.number > before + 1:
-                raise RuntimeError(
-                    f"letter {letter.number} of {sender} to {self._name} after letter {before}: "
-                    "an engine's fault"
+            if sender in self._gone or sender == self._name:
+                return None
+            if sender not in self._copies and not is_whole:
+                return None  # news of a copy that this node does not have
+            before, version = self._heard.get(sender, (-1, 0))
+            if letter.number < before or letter.version < version:
+                return None  # late: the whole copy that came before was made after it
+            if letter.number == before:  # twice, or the whole copy of a neighbor that is new
+                return letter.version if is_whole else None
+            if letter.number > before + 1 and not is_whole:
+                raise Refused(
+                    f"letter {letter.number} of {sender} to {self._name} after letter {before}"
                 )
-            self._numbers[sender] = letter.number
+            self._admit(sender, letter)
+            self._heard[sender] = letter.number, letter.version
             copy = self._own(sender)
             self._put(copy, letter.tensors, letter.values, letter.is_change)
             copy[self._trained :] = letter.untrained
             self._news.add(sender)
         return letter.version
 
+    def _read(self, sender: WorkerId, packed: Bytes) -> Letter:
+        """Read a letter, or refuse what is none of this sender."""
+        from paceline.codecs.letters import mark_of, unseal
+
+        try:
+            letter = unseal(packed, self._sizes, self._codec)
+        except Exception as error:  # whatever a codec says of bytes that it never wrote
+            raise Refused(f"a letter of {sender} to {self._name}: {error}") from error
+        dtype = self.server.vector.dtype
+        left = self.server.vector.size - self._trained
+        if letter.sender != mark_of(sender):
+            raise Refused(f"a letter of another to {self._name} under the name of {sender}")
+        if not letter.is_change and letter.values.dtype != dtype:
+            raise Refused(f"a letter of {sender} to {self._name} of {letter.values.dtype}")
+        if letter.untrained.shape != (left,) or letter.untrained.dtype != dtype:
+            raise Refused(f"a letter of {sender} to {self._name} with too much or too little")
+        return letter
+
+    def _admit(self, sender: WorkerId, letter: Letter) -> None:
+        """Refuse a letter that would make a copy worthless."""
+        move = letter.values
+        if not letter.is_change:
+            move = move - self._taken(self._copies.get(sender, self._start), letter.tensors)
+        fault = self._slot.fault(sender, norm_of(move) if move.size else 0.0)
+        if fault is None and letter.untrained.size and not np.isfinite(letter.untrained).all():
+            fault = NOT_FINITE
+        if fault is not None:
+            raise Refused(f"a letter of {sender} to {self._name}: {fault}")
+        self._copies.setdefault(sender, self._start)
+
     def forget(self, peer: WorkerId) -> None:
-        """Let go of the copy of a peer that is gone."""
+        """Let go of the copy of a peer that is gone; what still comes from it is left out."""
         with self._lock:
+            self._gone.add(peer)
             self._copies.pop(peer, None)
+            self._heard.pop(peer, None)
+            self._news.discard(peer)
+            self._slot.forget(peer)
+
+    def welcome(self, peer: WorkerId) -> None:
+        """Take letters of a peer again that was gone."""
+        with self._lock:
+            self._gone.discard(peer)
 
     def _own(self, name: WorkerId) -> Array:
         """Return a copy that may be written to."""
@@ -202,10 +275,10 @@ class Node:
             start = stop
 
     def _seal(self, tensors: Sequence[int], values: Array, is_change: bool, model: Array) -> Bytes:
-        from paceline.codecs.letters import Letter, seal
+        from paceline.codecs.letters import Letter, mark_of, seal
 
-        untrained = model[self._trained :]
-        letter = Letter(self.version, self._number, is_change, tensors, values, untrained)
+        untrained, mark = model[self._trained :], mark_of(self._name)
+        letter = Letter(self.version, self._number, is_change, tensors, values, untrained, mark)
         return seal(letter, len(self._sizes), self._codec)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Entry
+from paceline.core.logs import logger_of
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -39,12 +40,15 @@ from paceline.core.protocol import (
 )
 from paceline.delays.models import Delay
 from paceline.engines.base import PeersJob
-from paceline.engines.node import Node, Outbox
+from paceline.engines.node import Node, Outbox, Refused
 from paceline.learners.base import Array
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes
     from paceline.engines.simulator import Link
+
+
+logger = logger_of(__name__)
 
 
 @dataclass
@@ -70,13 +74,15 @@ class Delivery:
 
     sender: WorkerId
     letters: Sequence[Bytes]
+    refused: list[str] = field(default_factory=list)  # why, once they have arrived
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """The sender knows that its letters have arrived."""
+    """The sender knows what has become of its letters."""
 
     to: WorkerId
+    parcel: Delivery
 
 
 Item: TypeAlias = Event | Task | Delivery | Delivered
@@ -142,11 +148,14 @@ class SimulatedPeers:
         match item:
             case Task():
                 return self._finish(name, place, item) if place.task == item else None
-            case Delivery(sender, letters):
-                return self._deliver(name, place, sender, letters)
-            case Delivered(to):
+            case Delivery():
+                return self._deliver(name, place, item)
+            case Delivered(to, parcel):
                 place.on_the_way.discard(to)
-                self._ship(name, place, to)
+                if not parcel.refused:
+                    self._ship(name, place, to)
+                elif to in place.outboxes:  # not at once, but with the next letter
+                    place.outboxes[to].add_whole()
                 return None
             case Joined(worker) if worker == name:
                 place.here = True
@@ -156,6 +165,8 @@ class SimulatedPeers:
             case Left(worker):
                 place.outboxes.pop(worker, None)
                 self._nodes[name].forget(worker)
+            case Joined(worker):
+                self._nodes[name].welcome(worker)
             case Stepped() if not place.here:
                 return None
         return item
@@ -205,19 +216,24 @@ class SimulatedPeers:
         place.free_at = max(self._now, place.free_at) + size / place.link.up
         latency = place.link.latency + far.latency
         arrival = place.free_at + latency + size / far.down
-        self._push(arrival, to, Delivery(sender, letters))
-        self._push(arrival + latency, sender, Delivered(to))
+        parcel = Delivery(sender, letters)
+        self._push(arrival, to, parcel)
+        self._push(arrival + latency, sender, Delivered(to, parcel))
 
-    def _deliver(
-        self, name: WorkerId, place: Place, sender: WorkerId, letters: Sequence[Bytes]
-    ) -> Event | None:
+    def _deliver(self, name: WorkerId, place: Place, parcel: Delivery) -> Event | None:
         if not place.here:
             return None
-        version = None
-        for letter in letters:
+        newest = None
+        for letter in parcel.letters:
             place.got += letter.nbytes
-            version = self._nodes[name].receive(sender, letter)
-        return None if version is None else Received(sender, version)
+            try:
+                version = self._nodes[name].receive(parcel.sender, letter)
+            except Refused as error:
+                logger.warning("%s", error)
+                parcel.refused.append(str(error))
+                break  # what follows builds on it
+            newest = newest if version is None else version
+        return None if newest is None else Received(parcel.sender, newest)
 
     def _finish(self, name: WorkerId, place: Place, task: Task) -> Event:
         place.task = None

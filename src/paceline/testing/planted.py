@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ Patch = tuple[Any, str, Any]
 
 
 @contextlib.contextmanager
-def planted(bug: str) -> Iterator[None]:
-    """Have a bug while this lasts."""
-    patches = BUGS[bug]()
+def planted(
+    bug: str, bugs: Mapping[str, Callable[[], list[Patch]]] | None = None
+) -> Iterator[None]:
+    """Have a bug while this lasts.
+
+    bugs: from which it is; by default those of a run with a main node.
+    """
+    patches = (BUGS if bugs is None else bugs)[bug]()
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, broken in patches:
         setattr(owner, name, broken)

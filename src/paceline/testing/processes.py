@@ -26,6 +26,18 @@ _START = 0.5  # seconds that a process needs to come up
 _SLOW = 1.0  # seconds that a slice takes over a slow link
 
 
+def died() -> Exception:
+    """Return what Ray says of a call to a process that is dead."""
+    error: Exception = ray.exceptions.ActorDiedError()
+    return error
+
+
+def unavailable() -> Exception:
+    """Return what Ray says where it cannot tell whether a call was carried out."""
+    error: Exception = ray.exceptions.ActorUnavailableError("lost contact", None)
+    return error
+
+
 class Reference:
     """What a call returns: answered once, if ever, though whoever listens may hear it twice.
 
@@ -150,7 +162,7 @@ class Process:
         """End, if it has not yet, and have Ray tell so of every call that is not answered."""
         self.alive = False
         for call in self._open:
-            self._later(call, error=ray.exceptions.ActorDiedError(), seconds=0.01)
+            self._later(call, error=died(), seconds=0.01)
         self._open.clear()
 
     # --- a call, from its arrival to its answer --------------------------------------------------
@@ -229,7 +241,7 @@ class Process:
         if world.strikes("lost"):
             return
         if world.strikes("unknown"):
-            failed = ray.exceptions.ActorUnavailableError("lost contact", None)
+            failed = unavailable()
             Process.answer(self, call, None, failed)
             return
         Process.answer(self, call, answer, error)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import paceline as pl
-from paceline.codecs.base import Codec
+from paceline.codecs.base import Codec, Message, pack, unpack
 from paceline.core.protocol import Peer, Step, Task, Want, Work
-from paceline.engines.node import Node, Outbox, consensus
+from paceline.engines.node import Node, Outbox, Refused, consensus
 from tests.conftest import make_learner
 
 EACH: frozenset[Want] = frozenset({"rate", ("each", "norm"), ("each", "change"), ("each", "move")})
@@ -105,6 +106,92 @@ def test_a_missing_letter_is_noticed() -> None:
     sender.letter(None)
     with pytest.raises(RuntimeError, match="letter 2 of w0 to w1 after letter 0"):
         receiver.receive("w0", sender.letter(None))
+
+
+@pytest.mark.parametrize("codec", CODECS[:2], ids=["dense", "top"])
+def test_a_letter_that_comes_twice_or_late_counts_once(codec: Codec | None) -> None:
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    letters = []
+    for turn in range(3):
+        advance(sender, turn)
+        letters.append(sender.letter(None))
+    whole = sender.whole()
+    for letter in letters:
+        receiver.receive("w0", letter)
+    for old in (*letters[:2], letters[2], letters[0]):
+        assert receiver.receive("w0", old) in (None, 3)  # a dense one is a whole copy too
+        np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+    advance(sender, 3)
+    assert receiver.receive("w0", sender.letter(None)) == 4
+    assert receiver.receive("w0", whole) is None  # late: it would take the copy back
+    advance(sender, 4)
+    assert receiver.receive("w0", sender.letter(None)) == 5
+    np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+
+
+@pytest.mark.parametrize("codec", CODECS[:3], ids=["dense", "top", "int8"])
+def test_what_is_no_sound_letter_of_its_sender_is_refused(codec: Codec | None) -> None:
+    sender, receiver = node("w0", codec), node("w1", codec, "w0", "w2")
+    advance(sender)
+    letter = sender.letter(None)
+    parts = [part.clone() for part in unpack(letter).parts]
+    place = next(i for i, part in enumerate(parts) if part.is_floating_point())
+    spoiled = {}
+    for value in ("nan", "inf"):
+        changed = parts[place].clone()
+        changed[0] = float(value)
+        spoiled[value] = pack(Message((*parts[:place], changed, *parts[place + 1 :])))
+    shorter = (*parts[:place], parts[place][:-1], *parts[place + 1 :])
+    spoiled["short"] = pack(Message(shorter))
+    spoiled["untrained"] = pack(Message((*parts[:-1], torch.zeros(parts[-1].numel() + 1))))
+    spoiled["cut"], spoiled["noise"] = letter[:-1], np.full(40, 7, np.uint8)
+    for bad in spoiled.values():
+        with pytest.raises(Refused, match="a letter of w0 to w1"):
+            receiver.receive("w0", bad)
+        assert np.array_equal(receiver._copies["w0"], receiver._start)
+    with pytest.raises(Refused, match="under the name of w2"):
+        receiver.receive("w2", letter)
+    assert receiver.receive("w0", letter) == 1
+
+
+def test_a_letter_out_of_all_proportion_is_refused_unless_it_is_said_again() -> None:
+    sender, receiver = node("w0"), node("w1", None, "w0")
+    for turn in range(3):
+        advance(sender, turn)
+        receiver.receive("w0", sender.letter(None))
+    before = receiver._copies["w0"].copy()
+    sender.server.vector[0] += 1e9
+    with pytest.raises(Refused, match="it moves a copy by 1e\\+09"):
+        receiver.receive("w0", sender.letter(None))
+    np.testing.assert_array_equal(receiver._copies["w0"], before)
+    assert receiver.receive("w0", sender.whole()) == 3
+    np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
+
+
+def test_nothing_is_taken_from_who_is_gone() -> None:
+    sender, receiver = node("w0"), node("w1", None, "w0")
+    advance(sender)
+    receiver.forget("w0")
+    assert receiver.receive("w0", sender.letter(None)) is None
+    assert receiver.receive("w0", sender.whole()) is None and "w0" not in receiver._copies
+    receiver.welcome("w0")
+    assert receiver.receive("w0", sender.whole()) == 1
+
+
+def test_a_result_that_is_not_finite_is_of_no_use_until_it_is_the_models_doing() -> None:
+    one = node("w0")
+
+    def compute(id: int) -> int:
+        return one.compute(Task(id, "w0", Work(), 0, 0.0, 8, 8 * id), lambda done: True).samples
+
+    sound = one.vector()
+    assert compute(0) == 8
+    one.server.vector[:] = np.nan
+    assert [compute(id) for id in (1, 2, 3)] == [0, 0, 8]
+    one.server.vector[:] = sound
+    assert compute(4) == 8
+    one.server.vector[:] = np.nan
+    assert compute(5) == 0
 
 
 def test_a_codec_with_a_memory_is_refused() -> None:

@@ -182,7 +182,8 @@ class Ray:
         return [pool for pool in pools if pool is not None]
 
     def peers(self) -> RayPeers:
-        return RayPeers(self._start_peers, self._end_peers, self._start_timeout, self._timeout)
+        patience = self._start_timeout, self._timeout
+        return RayPeers(self._start_peers, self._end_peers, patience, self._cluster)
 
     def _start_peers(self, job: PeersJob) -> Pool:
         """Start a node in each worker's place; it ends with the job."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -20,6 +20,7 @@ import ray
 
 from paceline.core.coordinator import Coordinator, drive
 from paceline.core.journal import Entry
+from paceline.core.logs import logger_of
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -41,12 +42,14 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.engines.base import PeersJob
-from paceline.engines.node import Node, Outbox
+from paceline.engines.node import Node, Outbox, Refused
 from paceline.engines.ray.worker import Place, here
 from paceline.learners.base import Array
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes
+
+logger = logger_of(__name__)
 
 _LOOK = 60.0  # seconds after which a thread without work looks whether there is some
 _PATIENCE = 0.2  # seconds for which entries are gathered before they are told
@@ -60,10 +63,14 @@ class Mail:
         self._changed = Condition()  # of all that follows
         self._outboxes = {peer: Outbox(node) for peer in handles}
         self._due: dict[WorkerId, None] = {}  # peers for whom there may be something to send
+        self._later: dict[WorkerId, None] = {}  # to whom the copy is sent with the next step
         self._answers: deque[tuple[WorkerId, Future[Any]]] = deque()  # one for each call at most
         self._on_the_way: set[WorkerId] = set()
         self._sent, self._closed = 0, False
         self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Have a thread of its own send what there is."""
         Thread(target=self._run, daemon=True).start()
 
     def post(self, to: Sequence[WorkerId], letter: Bytes | None) -> None:
@@ -76,6 +83,14 @@ class Mail:
                     self._outboxes[peer].add(letter)
                 self._due[peer] = None
             self._changed.notify()
+
+    def again(self) -> None:
+        """Send the whole copy to those who may not have it: a step has been taken since."""
+        with self._changed:
+            if self._later:
+                self._due |= self._later
+                self._later = {}
+                self._changed.notify()
 
     def drop(self, peer: WorkerId) -> None:
         """Send nothing more to a peer that is gone."""
@@ -96,20 +111,25 @@ class Mail:
 
     def _run(self) -> None:
         try:
-            while True:
+            while not self._closed:
                 with self._changed:
                     self._changed.wait_for(
                         lambda: self._due or self._answers or self._closed, _LOOK
                     )
-                    if self._closed:
-                        return
-                    while self._answers:
-                        self._answered(*self._answers.popleft())
-                    due, self._due = list(self._due), {}
-                for peer in due:
-                    self._ship(peer)
+                self.turn()
         except BaseException as error:  # told by the thread that trains
             self.error = self.error or error
+
+    def turn(self) -> None:
+        """See to what has been answered, and send what is due."""
+        with self._changed:
+            if self._closed:
+                return
+            while self._answers:
+                self._answered(*self._answers.popleft())
+            due, self._due = list(self._due), {}
+        for peer in due:
+            self._ship(peer)
 
     def _answered(self, peer: WorkerId, answer: Future[Any]) -> None:
         self._on_the_way.discard(peer)
@@ -119,9 +139,10 @@ class Mail:
             self.error = self.error or error
         elif isinstance(error, ray.exceptions.ActorDiedError):
             self._handles.pop(peer, None)  # as all will be told
-        elif error is not None:  # nobody knows whether it has arrived
+        elif error is not None or not answer.result():  # nobody knows whether it has arrived
             self._outboxes[peer].add_whole()
-            self._due.pop(peer)  # not at once, but with the next letter
+            self._due.pop(peer)
+            self._later[peer] = None  # not at once, and not as late as the next news
 
     def _ship(self, peer: WorkerId) -> None:
         with self._changed:
@@ -145,7 +166,10 @@ class Mail:
 class PeerProcess:
     """Wrapped by `ray.remote` where it is created. It is the engine of its own coordinator."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, place: Callable[[], Place] = here
+    ) -> None:
+        self._clock, self._place = clock, place
         self._name = ""
         self._node: Node | None = None
         self._mail: Mail | None = None
@@ -156,6 +180,7 @@ class PeerProcess:
         self._timers: list[tuple[float, str]] = []
         self._changed = Condition()  # of what other threads put in:
         self._told: deque[Event] = deque()
+        self._left: set[WorkerId] = set()  # of whose death it was told
         self._news: dict[WorkerId, int] = {}  # versions of copies that have moved
         self._got = 0
         self._entries: list[Entry] = []
@@ -165,40 +190,69 @@ class PeerProcess:
     def set_up(self, job: PeersJob, name: WorkerId) -> Place:
         """Build the node."""
         self._name, self._node, self._coordinator = name, job.node(name), job.coordinator(name)
-        return here()
+        return self._place()
 
     def train(self, handles: Mapping[WorkerId, Any]) -> None:
         """Train until told to stop."""
-        assert self._node is not None and self._coordinator is not None
-        self._mail = Mail(self._name, self._node, handles)
-        self._origin = time.monotonic()
-        self._own.append(Joined(self._name))
+        self._begin(handles).start()
         try:
-            for _, entry in drive({self._name: self._coordinator}, self):
-                with self._changed:
-                    self._entries.append(entry)
+            while self._act():
+                pass
         finally:
-            self._mail.close()
+            self._end()
+
+    def _begin(self, handles: Mapping[WorkerId, Any]) -> Mail:
+        assert self._node is not None
+        self._mail = Mail(self._name, self._node, handles)
+        self._origin = self._clock()
+        self._own.append(Joined(self._name))
+        return self._mail
+
+    def _act(self) -> bool:
+        """Wait for the next event and do what follows from it; False once it has stopped."""
+        assert self._coordinator is not None
+        for _, entry in drive({self._name: self._coordinator}, self):
             with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+                self._entries.append(entry)
+            return True
+        return False
+
+    def _end(self) -> None:
+        assert self._mail is not None
+        self._mail.close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def receive(self, sender: WorkerId, letters: Sequence[Bytes]) -> None:
-        """Put letters where they belong."""
+    def receive(self, sender: WorkerId, letters: Sequence[Bytes]) -> bool:
+        """Put letters where they belong; return whether the sender's copy is now here.
+
+        Else one was refused, as were those behind it, and the whole copy is to be sent.
+        """
         assert self._node is not None
         for letter in letters:
-            version = self._node.receive(sender, letter)
+            try:
+                version = self._node.receive(sender, letter)
+            except Refused as error:
+                logger.warning("%s", error)
+                return False
             with self._changed:
                 self._got += letter.nbytes
-                if version is not None:
+                if version is not None and sender not in self._left:
                     self._news[sender] = version
                     self._changed.notify_all()
+        return True
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def tell(self, event: Event) -> None:
-        """Have the node hear of something that others have seen."""
+        """Have the node hear of something that others have seen; twice is once."""
         with self._changed:
+            if isinstance(event, Left):
+                if event.worker in self._left:
+                    return
+                self._left.add(event.worker)
+                self._news.pop(event.worker, None)
             self._told.append(event)
             self._changed.notify_all()
 
@@ -209,16 +263,21 @@ class PeerProcess:
         return self._node.vector()
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
-    def entries(self) -> tuple[int, list[Entry], bool]:
-        """Return the number of the first entry, those since the last time, and whether all is over.
+    def entries(self, seen: int) -> tuple[int, list[Entry], bool]:
+        """Return the number of the first entry, all from there on, and whether all is over.
 
-        It takes a while, in which they gather.
+        It takes a while, in which they gather. seen: how many the driver has; these are forgotten,
+        and no others, since an answer may be lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended, _PATIENCE)
-            first, entries = self._first, self._entries
-            self._first, self._entries = first + len(entries), []
-            return first, entries, self._ended
+            return self._since(seen)
+
+    def _since(self, seen: int) -> tuple[int, list[Entry], bool]:
+        if seen > self._first:  # else it is an older call, which came late
+            del self._entries[: seen - self._first]
+            self._first = seen
+        return self._first, list(self._entries), self._ended
 
     # --- the engine ------------------------------------------------------------------------------
 
@@ -233,6 +292,7 @@ class PeerProcess:
                 self._node.discard(id)
             case Step():
                 stats, figures = self._node.step(command)
+                self._mail.again()
                 self._own.append(Stepped(self._node.version, stats, figures))
             case Send(to, tensors, whole):
                 self._mail.post(to, None if whole else self._node.letter(tensors))
@@ -249,7 +309,7 @@ class PeerProcess:
             if self._mail.error is not None:
                 raise self._mail.error
             if event is not None:
-                return time.monotonic() - self._origin, self._name, event
+                return self._clock() - self._origin, self._name, event
 
     def _next(self) -> Event | None:
         """Return what is next, None if another look is due."""
@@ -268,22 +328,26 @@ class PeerProcess:
                 return Received(sender, self._news.pop(sender))
         if self._own:
             return self._own.popleft()
-        if self._timers and self._timers[0][0] <= time.monotonic() - self._origin:
+        if self._timers and self._timers[0][0] <= self._clock() - self._origin:
             return TimerFired(heapq.heappop(self._timers)[1])
         if self._task is not None:
             return self._compute(self._task)
-        with self._changed:  # nothing to do but to wait, for at most a second
-            due = self._timers[0][0] + self._origin - time.monotonic() if self._timers else 1.0
-            self._changed.wait_for(lambda: self._told or self._news, max(min(due, 1.0), 0.0))
+        self._wait()
         return None
+
+    def _wait(self) -> None:
+        """Do nothing until there is something to do, for at most a second."""
+        with self._changed:
+            due = self._timers[0][0] + self._origin - self._clock() if self._timers else 1.0
+            self._changed.wait_for(lambda: self._told or self._news, max(min(due, 1.0), 0.0))
 
     def _compute(self, task: Task) -> Event:
         assert self._node is not None and self._mail is not None
         self._task = None
-        begin = time.monotonic()
+        begin = self._clock()
         until = begin + task.work.budget
-        outcome = self._node.compute(task, lambda done: time.monotonic() < until)
-        seconds = time.monotonic() - begin
+        outcome = self._node.compute(task, lambda done: self._clock() < until)
+        seconds = self._clock() - begin
         with self._changed:
             got, self._got = self._got, 0
         sent = self._mail.sent()

@@ -3,8 +3,6 @@ has died."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,8 +16,7 @@ from paceline.core.journal import Entry
 from paceline.core.logs import logger_of
 from paceline.core.protocol import Event, Interrupted, Left, WorkerId
 from paceline.engines.base import PeersJob
-from paceline.engines.ray.calls import Calls
-from paceline.engines.ray.pool import Member, Pool
+from paceline.engines.ray.pool import Cluster, Member, Pool
 from paceline.learners.base import Array
 
 logger = logger_of(__name__)
@@ -43,20 +40,20 @@ class RayPeers:
         self,
         start: Callable[[PeersJob], Pool],
         end: Callable[[], None],
-        start_timeout: float,
-        timeout: float = inf,
+        patience: tuple[float, float],
+        cluster: Cluster,
     ) -> None:
         self._start, self._end = start, end
-        self._start_timeout, self._timeout = start_timeout, timeout
+        self._start_timeout, self._timeout = patience
+        self._cluster, self._clock = cluster, cluster.clock
         self._pool: Pool | None = None
-        self._calls = Calls()
+        self._calls = cluster.calls()
         self._training: set[WorkerId] = set()  # whose call has not returned
         self._telling: set[WorkerId] = set()  # whose last entries have not been heard
         self._entries: deque[tuple[WorkerId, Entry]] = deque()
-        self._early: dict[WorkerId, dict[int, list[Entry]]] = {}
         self._seen: dict[WorkerId, int] = {}
         self._stop_by = inf
-        self._origin = time.monotonic()
+        self._origin = self._clock()
         self._silence = 0.0  # seconds of listening in which no node was heard of
         self._bytes = 0
         self._silent: set[WorkerId] = set()  # who did not answer, and was not heard of since
@@ -66,7 +63,7 @@ class RayPeers:
         self._pool, self._bytes = self._start(job), job.learner.message_bytes
         self._set_up(job)
         handles = {name: member.actor for name, member in self._members().items()}
-        self._origin = time.monotonic()
+        self._origin = self._clock()
         for name, member in self._members().items():
             self._training.add(name)
             self._telling.add(name)
@@ -75,13 +72,13 @@ class RayPeers:
                 member.actor.train.remote(others), inf, partial(self._ended, member), _no_matter
             )
             self._look_on(member)
-        while (self._training or self._telling) and time.monotonic() < self._stop_by:
+        while (self._training or self._telling) and self._clock() < self._stop_by:
             while self._entries:
                 yield self._entries.popleft()
-            until = min(time.monotonic() + 1.0, self._stop_by, self._origin + job.seconds)
-            listening = time.monotonic()
+            until = min(self._clock() + 1.0, self._stop_by, self._origin + job.seconds)
+            listening = self._clock()
             self._calls.wait(until)
-            self._silence += time.monotonic() - listening
+            self._silence += self._clock() - listening
             if self._silence > self._timeout:
                 raise NodesLost(
                     f"none of {len(self._members())} nodes was heard of for {self._timeout:g} s, "
@@ -99,23 +96,29 @@ class RayPeers:
         self._calls.post(partial(self._stop, reason))
 
     def now(self) -> float:
-        return time.monotonic() - self._origin
+        return self._clock() - self._origin
 
     def vectors(self) -> dict[WorkerId, Array]:
-        asked = {
-            m.actor.vector.remote(): name
-            for name, m in self._members().items()
-            if name not in self._silent
-        }
+        asked = {n: m for n, m in self._members().items() if n not in self._silent}
         found: dict[WorkerId, Array] = {}
-        waiting, patience = list(asked), _GRACE + self._bytes / _SLOWEST
-        while waiting:  # as long as there are answers, each may take its time
-            ready, waiting = ray.wait(waiting, timeout=patience)
-            if not ready:
-                break
-            with contextlib.suppress(ray.exceptions.RayError):
-                found[asked[ready[0]]] = ray.get(ready[0], timeout=patience)
-        for name in [name for name in asked.values() if name not in found]:
+        waiting, patience = set(asked), _GRACE + self._bytes / _SLOWEST
+        deadline = inf
+
+        def answered(name: WorkerId, future: Future[Any]) -> None:
+            nonlocal deadline
+            waiting.discard(name)
+            deadline = self._clock() + patience  # as long as there are answers, each has time
+            if future.exception() is None:
+                found[name] = future.result()
+
+        deadline = self._clock() + patience
+        for name, member in asked.items():
+            self._calls.add(
+                member.actor.vector.remote(), inf, partial(answered, name), _no_matter
+            )  # fmt: skip
+        while waiting and self._clock() < deadline:
+            self._calls.wait(deadline)
+        for name in [name for name in asked if name not in found]:
             self._silent.add(name)
             logger.warning("node %s does not answer; its model is left out", name)
         if not found:
@@ -126,13 +129,13 @@ class RayPeers:
         if self._pool is not None:
             self._pool.end()
             self._pool = None
-        self._calls = Calls()
+        self._calls = self._cluster.calls()
         self._end()
 
     # --- the nodes -------------------------------------------------------------------------------
 
     def _set_up(self, job: PeersJob) -> None:
-        given = ray.put(job)
+        given = self._cluster.put(job)
         for name, member in self._members().items():
             self._calls.add(
                 member.actor.set_up.remote(given, name),
@@ -157,7 +160,8 @@ class RayPeers:
     def _look_on(self, member: Member) -> None:
         """Ask for what has happened; the answer takes its time."""
         told = partial(self._told, member)
-        self._calls.add(member.actor.entries.remote(), _SLOW, told, lambda: True)
+        seen = self._seen.get(member.name, 0)
+        self._calls.add(member.actor.entries.remote(seen), _SLOW, told, lambda: True)
 
     def _told(self, member: Member, future: Future[Any]) -> None:
         error = future.exception(timeout=0)
@@ -169,14 +173,9 @@ class RayPeers:
         self._silent.discard(member.name)
         self._silence = 0.0
         first, entries, ended = future.result(timeout=0)
-        early = self._early.setdefault(member.name, {})
-        early[first] = entries
-        while (seen := self._seen.get(member.name, 0)) in early:
-            found = early.pop(seen)
-            self._entries.extend((member.name, entry) for entry in found)
-            self._seen[member.name] = seen + len(found)
-            if not found:
-                break
+        new = entries[self._seen.get(member.name, 0) - first :]
+        self._entries.extend((member.name, entry) for entry in new)
+        self._seen[member.name] = first + len(entries)
         if ended:
             self._telling.discard(member.name)
         else:
@@ -191,7 +190,7 @@ class RayPeers:
             return  # what is left of its entries is on its way
         logger.warning("node %s is lost: %s", member.name, type(error).__name__)
         assert self._pool is not None
-        ray.kill(member.actor)  # who is counted as gone must not go on
+        self._cluster.kill(member.actor)  # who is counted as gone must not go on
         self._pool.members.pop(member.name, None)
         self._telling.discard(member.name)
         if not self._members():
@@ -200,12 +199,22 @@ class RayPeers:
 
     def _stop(self, reason: str) -> None:
         self.reason = self.reason or reason
-        self._stop_by = min(self._stop_by, time.monotonic() + _GRACE)
+        self._stop_by = min(self._stop_by, self._clock() + _GRACE)
         self._tell_all(Interrupted(reason))
 
     def _tell_all(self, event: Event) -> None:
         for member in self._members().values():
-            member.actor.tell.remote(event)
+            self._tell(member, event)
+
+    def _tell(self, member: Member, event: Event) -> None:
+        """Tell a node until it has heard it: all have to mend the graph alike."""
+
+        def answered(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is not None and not isinstance(error, ray.exceptions.ActorDiedError):
+                self._tell(member, event)
+
+        self._calls.add(member.actor.tell.remote(event), inf, answered, _no_matter)
 
     def _members(self) -> dict[WorkerId, Member]:
         return {} if self._pool is None else self._pool.members
