@@ -110,7 +110,7 @@ PACKAGES: dict[str, set[str]] = {
     "live": {"rich"},
     "trackers": {"mlflow", "ray", "torch", "wandb"},
     "testing": {"hypothesis", "numpy", "ray", "safetensors"},
-    "cli": {"click", "orjson"},
+    "cli": {"click"},
     "__main__": set(),
 }
 # One file each, so that the rest works without them.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -109,7 +108,7 @@ def read_record(paths: Sequence[Path], told: Callable[[float], None] | None = No
             headers[str(path)] = read_header(path)
     nodes = named(headers)
 
-    read, loads = dict.fromkeys(headers, 0.0), quickest_loads()
+    read = dict.fromkeys(headers, 0.0)
 
     def entries(path: str) -> Iterator[Entry]:
         def here(done: float) -> None:
@@ -118,25 +117,12 @@ def read_record(paths: Sequence[Path], told: Callable[[float], None] | None = No
                 told(sum(read.values()))
 
         with _journal(path):
-            yield from read_entries(path, here, loads)
+            yield from read_entries(path, here)
 
     return collected(
         {node: headers[name] for node, name in nodes.items()},
         {node: entries(name) for node, name in nodes.items()},
     )
-
-
-def quickest_loads() -> Callable[[str], Any]:
-    """Return orjson's parser where it is installed: it takes a third of the time of Python's.
-
-    Only to count: it rounds integers of more than 64 bits, which a replay would have to tell apart.
-    """
-    try:
-        import orjson  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return json.loads
-    loads: Callable[[str], Any] = orjson.loads
-    return loads
 
 
 def load_journal(path: Path, told: Callable[[float], None] | None = None) -> Journal:

@@ -134,17 +134,12 @@ def read_header(path: Path | str) -> Header:
     return Header(**head, prices=prices)
 
 
-def read_entries(
-    path: Path | str,
-    told: Callable[[float], None] | None = None,
-    loads: Callable[[str], Any] = json.loads,
-) -> Iterator[Entry]:
+def read_entries(path: Path | str, told: Callable[[float], None] | None = None) -> Iterator[Entry]:
     """Read the rest, entry by entry, so that a long journal needs no memory.
 
     A torn last line, as a crash leaves it, is left out.
 
     told: how many bytes are read, now and then.
-    loads: a parser of JSON. What it refuses is read again, line by line, by Python's own.
     """
     with open(path, encoding="utf-8") as file:
         read, count = len(file.readline()), 2  # after the header
@@ -155,7 +150,7 @@ def read_entries(
             if not lines[-1].endswith("\n"):
                 del lines[-1]
             try:
-                parsed = loads(f"[{','.join(lines)}]")
+                parsed = json.loads(f"[{','.join(lines)}]")
             except json.JSONDecodeError:
                 parsed = [_line(path, count + place, text) for place, text in enumerate(lines)]
             count += len(lines)

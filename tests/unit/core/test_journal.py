@@ -5,19 +5,11 @@ from __future__ import annotations
 import json
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.journal import (
-    Entry,
-    Header,
-    Journal,
-    dump_entry,
-    parse_entry,
-    read_entries,
-)
+from paceline.core.journal import Entry, Header, Journal, dump_entry, parse_entry
 from paceline.core.protocol import (
     Finished,
     Interrupted,
@@ -226,37 +218,3 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
     path.write_text("".join(lines))
     with pytest.raises(ValueError, match=r"run.jsonl, line 400: "):
         Journal.load(path)
-
-
-def strict(text: str) -> Any:
-    """Parse JSON, and refuse numbers that others would round."""
-    if "18446744073709551616" in text:
-        raise json.JSONDecodeError("too large", text, 0)
-    return json.loads(text)
-
-
-def test_what_another_parser_refuses_is_read_by_pythons_own(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    journal = Journal(Header(), path)
-    for id in [*range(200), 2**64, *range(200)]:
-        journal.append(Entry(float(id), Finished(id, 3, 0.5, {"loss": 0.1}), ()))
-    journal.close()
-    entries = list(read_entries(path))
-    assert len(entries) == 401 and entries[200].event == Finished(2**64, 3, 0.5, {"loss": 0.1})
-    assert list(read_entries(path, loads=strict)) == entries
-
-
-def test_orjson_reads_the_same_and_says_the_same_of_damage(tmp_path: Path) -> None:
-    orjson = pytest.importorskip("orjson")
-    for golden in sorted((Path(__file__).parents[2] / "golden").glob("*.jsonl")):
-        quick, own = read_entries(golden, loads=orjson.loads), read_entries(golden)
-        assert [*map(repr, quick)] == [*map(repr, own)]
-    lines = golden.read_text(encoding="utf-8").splitlines(keepends=True)
-    lines[3] = lines[3][:20] + "\n"
-    path = tmp_path / "run.jsonl"
-    path.write_text("".join(lines), encoding="utf-8")
-    with pytest.raises(ValueError) as own_words:
-        list(read_entries(path))
-    with pytest.raises(ValueError) as words:
-        list(read_entries(path, loads=orjson.loads))
-    assert str(words.value) == str(own_words.value) and "line 4" in str(words.value)
