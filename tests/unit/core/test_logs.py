@@ -8,7 +8,8 @@ from pathlib import Path
 
 import paceline as pl
 from paceline.core.logs import MOST, Quota, clear, logger_of, tell_left_out
-from paceline.testing.weather import SimulatedRay, Weather, World
+from paceline.testing.simulated import SimulatedRay
+from paceline.testing.weather import Weather, World
 
 
 class Kept(logging.Handler):
