@@ -131,6 +131,12 @@ def test_results_that_are_lost_with_a_node_are_computed_again(
     assert "is computed again" in caplog.text
 
 
+def test_a_lost_result_is_not_left_with_one_who_waits_for_the_step_that_needs_it(
+    tmp_path: Path,
+) -> None:
+    play(5191, tmp_path, "servers")  # the storm that found it: it had no end
+
+
 def test_a_server_may_be_lost_again_and_again_while_a_checkpoint_waits(tmp_path: Path) -> None:
     world = World(1, Weather(), 3, 20.0)
     world.most = 20_000

@@ -149,7 +149,7 @@ class Ray:
         self._events: deque[Event] = deque()
         self._timers: list[tuple[float, str]] = []
         self._orders: dict[TaskId, _Order] = {}
-        self._homeless: list[TaskId] = []  # to be computed again as soon as there is a worker
+        self._homeless: list[TaskId] = []  # to be computed again by whoever is idle
         self._senders: dict[TaskId, Member] = {}  # of encoded results that are held
 
     def __repr__(self) -> str:
@@ -376,17 +376,12 @@ class Ray:
     def _redo(self, task: Task, model: Model) -> None:
         """Have a task computed again whose result was lost after it was reported.
 
-        Any worker gives the same result, so that nobody else needs to know.
+        Any worker gives the same result, so that nobody else needs to know. Whoever is the next to
+        be idle has it: those who are not may wait for the very step that needs it.
         """
-        assert self._pool is not None
         self._orders[task.id] = _Order(task, model)
-        able = [member for member in self._pool.members.values() if member.joined]
-        if not able:
-            self._homeless.append(task.id)
-            return
-        member = min(able, key=lambda m: len(m.waiting) + (m.busy is not None))
-        member.waiting.appendleft(task.id)
-        self._ship(member)
+        self._homeless.append(task.id)
+        self._ship_all()
 
     def _ship_all(self) -> None:
         for member in self._pool.members.values() if self._pool else ():
@@ -394,12 +389,12 @@ class Ray:
 
     def _ship(self, member: Member) -> None:
         """Put the next task on an idle actor, only one; a straggler never gathers a queue."""
-        if member.busy is not None:
+        if member.busy is not None or not member.joined:
             return
-        ready = (id for id in member.waiting if self._orders[id].is_ready())
-        if (id := next(ready, None)) is None:
+        tasks = [*self._homeless, *member.waiting]
+        if (id := next((id for id in tasks if self._orders[id].is_ready()), None)) is None:
             return
-        member.waiting.remove(id)
+        (self._homeless if id in self._homeless else member.waiting).remove(id)
         order, task = self._orders[id], self._orders[id].task
         token = Token(self._run, member.name, member.incarnation, task.id)
         member.busy = token
@@ -412,7 +407,7 @@ class Ray:
         )
 
     def _overdue(self, member: Member, order: _Order) -> bool:
-        if not order.model.whole:
+        if not order.model.whole and not self._homeless:
             return True  # it waits for a server, who has a deadline of its own
         self._lose(member, f"did not finish task {order.task.id} in {self._timeout:g} s")
         return False
@@ -459,8 +454,6 @@ class Ray:
             return
         member.place, member.joined = future.result(timeout=0), True
         self._events.append(Joined(member.name))
-        member.waiting.extend(self._homeless)
-        self._homeless.clear()
         self._ship(member)
 
     def _finished(self, member: Member, future: Future[Any]) -> None:
