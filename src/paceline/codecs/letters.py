@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.codecs.base import Bytes, Codec, Message, pack, unpack
+from paceline.codecs.sparse import RandomK, TopK
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,8 @@ def unseal(packed: Bytes, sizes: Sequence[int], codec: Codec | None) -> Letter:
     if is_change:
         if codec is None:
             raise ValueError("a letter about changes, where letters hold the model as it is")
+        if isinstance(codec, TopK | RandomK) and parts[0].numel() != codec.count(size):
+            raise ValueError(f"{parts[0].numel()} numbers, where {codec} sends {codec.count(size)}")
         values = codec.decode(Message(tuple(parts)), size)
     else:
         (values,) = parts

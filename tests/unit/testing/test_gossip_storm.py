@@ -25,6 +25,11 @@ def test_what_was_promised_holds_in_a_storm(tmp_path: Path) -> None:
     assert len({outcome.case.name for outcome in outcomes}) > 15
 
 
+@pytest.mark.parametrize("seed", [2055, 5089])  # in which a sparse letter has a number too few
+def test_what_storms_once_found_is_mended(seed: int, tmp_path: Path) -> None:
+    assert play(seed, tmp_path).faults["wrong"]
+
+
 def test_the_same_seed_is_the_same_storm(tmp_path: Path) -> None:
     for seed in (3, 8):
         first, second = (play(seed, tmp_path / f"{seed}{name}") for name in "ab")
