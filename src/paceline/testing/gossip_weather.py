@@ -190,7 +190,7 @@ class Process:
     def _tell(self, answer: Answer, event: Event) -> None:
         def told() -> None:
             self.peer.tell(event)
-            self.peer.poll()
+            self.peer.look_around()
             answer.give(None)
 
         self._call(answer, 0.0, told)
@@ -248,7 +248,7 @@ class Link:
             others = [each for each in world.peers if each not in (name, to.name)]
             name = world.rng.choice([*others, "w99"])
         taken = to.peer.receive(name, letters)
-        to.peer.poll()
+        to.peer.look_around()
         if answer is not None:
             world.after(_LATENCY, partial(answer.give, taken))
 
@@ -286,9 +286,9 @@ class SimulatedPeer(PeerProcess):
 
     def begin(self, links: Mapping[WorkerId, Link]) -> None:
         self._begin(links)
-        self.poll()
+        self.look_around()
 
-    def poll(self) -> None:
+    def look_around(self) -> None:
         """Do all that there is to do."""
         if self._busy or self._is_over or self._mail is None or not self.process.alive:
             return
@@ -366,7 +366,7 @@ class SimulatedPeer(PeerProcess):
         self._result = super()._compute(task)
         self._time = lambda: self._world.now
         self._busy = False
-        self.poll()
+        self.look_around()
 
 
 class _Spoiling:

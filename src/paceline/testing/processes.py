@@ -75,15 +75,15 @@ class Reference:
             return self
         copy = Reference(self._world)
         try:
-            copy.answer(self.result())
+            copy.answer(self.result(timeout=0))
         except ray.exceptions.RayError as error:
             copy.answer(error=error)
         return copy
 
-    def result(self) -> Any:
+    def result(self, timeout: float) -> Any:
         if self.node in self._world.dead:
             raise ray.exceptions.ObjectLostError("simulated", None, "")
-        return self._future.result()
+        return self._future.result(timeout)
 
     def answer(self, value: Any = None, error: Exception | None = None) -> None:
         if not self._future.done():
@@ -209,7 +209,7 @@ class Process:
     def run(self, call: Call) -> tuple[Any, Exception | None]:
         """Return what the real code returns or raises, the latter as Ray wraps it."""
         try:
-            given = [g.result() if isinstance(g, Reference) else g for g in call.given]
+            given = [g.result(timeout=0) if isinstance(g, Reference) else g for g in call.given]
             return stored(getattr(self.inside, call.name)(*given)), None
         except ray.exceptions.RayTaskError as error:
             return None, error

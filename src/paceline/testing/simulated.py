@@ -63,7 +63,7 @@ class SimulatedCluster(Cluster):
             if not self._world.advance(until):
                 self._world.now = until
                 raise ray.exceptions.GetTimeoutError(f"not here in {timeout:g} s")
-        found = [reference.result() for reference in wanted]
+        found = [reference.result(timeout=0) for reference in wanted]
         return found if isinstance(refs, list) else found[0]
 
     def kill(self, actor: Process) -> None:

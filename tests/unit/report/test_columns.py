@@ -20,7 +20,7 @@ def test_a_column_in_a_file_is_the_list_that_it_was_made_of(count: int, tmp_path
     columns = Columns({"loss": "d", "step": "q"}, tmp_path)
     expected = [0.1 * i for i in range(count)]
     for i, value in enumerate(expected):
-        columns.add({"loss": value, "step": i})
+        columns.add((value, i))
     loss, step = columns["loss"], columns["step"]
     assert list(tmp_path.iterdir()) == []  # whoever dies leaves nothing behind
     for _ in range(2):
@@ -44,7 +44,7 @@ def test_slices_are_those_of_lists(
 ) -> None:
     columns = Columns({"step": "q"}, tmp_path_factory.getbasetemp())
     for i in range(count):
-        columns.add({"step": i})
+        columns.add((i,))
     assert columns["step"][begin:end:step] == list(range(count))[begin:end:step]
     columns.close()
 
@@ -55,7 +55,7 @@ def test_what_a_column_refuses(tmp_path: Path) -> None:
         columns["step"][0]
     with pytest.raises(ValueError, match="use reversed"):
         columns["step"][::-1]
-    columns.add({"step": 4})
+    columns.add((4,))
     assert list(reversed(columns["step"])) == [4] and columns["step"] != "4"
 
 

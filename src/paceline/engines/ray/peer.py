@@ -139,7 +139,9 @@ class Mail:
             self.error = self.error or error
         elif isinstance(error, ray.exceptions.ActorDiedError):
             self._handles.pop(peer, None)  # as all will be told
-        elif error is not None or not answer.result():  # nobody knows whether it has arrived
+        elif error is not None or not answer.result(
+            timeout=0
+        ):  # nobody knows whether it has arrived
             self._outboxes[peer].add_whole()
             self._due.pop(peer)
             self._later[peer] = None  # not at once, and not as late as the next news

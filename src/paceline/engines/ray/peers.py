@@ -108,8 +108,8 @@ class RayPeers:
             nonlocal deadline
             waiting.discard(name)
             deadline = self._clock() + patience  # as long as there are answers, each has time
-            if future.exception() is None:
-                found[name] = future.result()
+            if future.exception(timeout=0) is None:
+                found[name] = future.result(timeout=0)
 
         deadline = self._clock() + patience
         for name, member in asked.items():
@@ -210,7 +210,7 @@ class RayPeers:
         """Tell a node until it has heard it: all have to mend the graph alike."""
 
         def answered(future: Future[Any]) -> None:
-            error = future.exception()
+            error = future.exception(timeout=0)
             if error is not None and not isinstance(error, ray.exceptions.ActorDiedError):
                 self._tell(member, event)
 
