@@ -66,7 +66,9 @@ def grown(policy: Policy, journal: Path | None, *more: pl.Callback) -> int:
 def test_memory_does_not_grow_with_steps(name: str, tmp_path: Path) -> None:
     # Nodes take turns, so that a block of each and of all together may be in memory or not.
     more = 4 * 12 * 8 * BLOCK if name == "gossip" else 0
-    assert grown(POLICIES[name](), tmp_path / "run.jsonl") < ALLOWED + more
+    # What is made once in a process, and kept for all runs, does not come a second time.
+    again = (grown(POLICIES[name](), tmp_path / f"{turn}.jsonl") for turn in range(2))
+    assert any(bytes < ALLOWED + more for bytes in again)
 
 
 def test_what_grows_is_found(tmp_path: Path) -> None:
@@ -77,7 +79,8 @@ def test_what_grows_is_found(tmp_path: Path) -> None:
         def stepped(self, progress: pl.Progress) -> None:
             self.kept.append(progress.loss * 2)
 
-    assert grown(pl.sync(), tmp_path / "run.jsonl", Hoard()) > ALLOWED
+    for turn in range(2):
+        assert grown(pl.sync(), tmp_path / f"{turn}.jsonl", Hoard()) > ALLOWED
 
 
 def test_a_journal_in_memory_takes_what_the_docs_say() -> None:

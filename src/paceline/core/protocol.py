@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, Protocol, TypeAlias
 
-from paceline.core.quick import quick
-
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
 Stat: TypeAlias = Literal["loss", "norm", "dot", "sketch", "rate"]
@@ -34,7 +32,6 @@ MAIN: WorkerId = "main"
 """The node that decides when there is only one; without a main node every peer is its own."""
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Work:
     """What to compute, without saying where, when, or on which model."""
@@ -55,7 +52,6 @@ class Work:
         return len(first) if isinstance(first, tuple) else 1
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Task:
     """Work given to a worker, stamped by the ledger."""
@@ -108,7 +104,6 @@ class Task:
         return sum(self.part(index)[1] for index in self.work.parts)
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished task. Its tensor stays with the engine, under the task's id."""
@@ -207,7 +202,6 @@ class Left:
     worker: WorkerId
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A worker has a result: `samples` were seen in `seconds` of its own computing."""
@@ -223,7 +217,6 @@ class Finished:
     got: int | None = None
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """The model has reached `version`."""
@@ -261,7 +254,6 @@ Event: TypeAlias = Joined | Left | Finished | Stepped | Received | TimerFired | 
 # --- commands: policy -> engine ------------------------------------------------------------------
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Assign:
     """Give a worker something to compute at the current version.
@@ -296,7 +288,6 @@ class Discard:
     task: TaskId
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Step:
     """Advance the model by one version.
