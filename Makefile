@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test cluster real fresh bench docs
+.PHONY: check format lint types test cluster fresh bench docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -21,10 +21,7 @@ test:  ## fast tests and doctests, no cluster
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m cluster tests
-
-real:  ## cluster and fresh at once: both wait most of their time
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m "cluster or fresh" tests/fresh tests
+	$(PYTHON) -m pytest -m cluster tests
 
 fresh:  ## README and the ten minutes, literally, in a new environment
 	$(PYTHON) -m pytest -m fresh tests
@@ -42,6 +39,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/planner.py
 	$(PYTHON) benchmarks/report.py
 	$(PYTHON) benchmarks/chaos.py
+	$(PYTHON) benchmarks/chaos_soak.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build
