@@ -1,7 +1,7 @@
 """Training on real Ray nodes on which something fails every few seconds, beside calm in turns.
 
 Hosts are network namespaces of this machine: the head with the driver, and three with eight
-workers, each of which has an eighth of one core, so that what a lost worker does not use nobody
+workers, each of which has a tenth of a core, so that what a lost worker does not use nobody
 gets. In turns with faults, every few seconds a worker is killed, stopped, or starved; a host's
 link is cut or throttled, all its processes are frozen, or its raylet is killed; or the disk of the
 checkpoints is full. A node that Ray has given up is started again, as a service manager would.
@@ -48,7 +48,7 @@ from paceline.testing.hosts import Hosts
 
 GOODPUT = 0.90
 EACH = 3  # workers that a host has room for
-CORES = 1.0  # for all workers together
+CORES = 0.8  # for all workers together
 TIMEOUT = 8.0  # seconds for a task, which takes some tenths of one
 POLICIES = {"rennala": pl.rennala(8), "k_sync": pl.k_sync(5)}
 NODE = ("cut", "freeze", "raylet")  # what befalls a whole host, one at a time
