@@ -25,7 +25,6 @@ Not I6: there are no checkpoints of such runs.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -59,7 +58,7 @@ from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, 
 from paceline.run import Run
 from paceline.testing.cases import Case
 from paceline.testing.gossip_weather import Gale, PeersOnRay, Process, SimulatedPeer, Waters
-from paceline.testing.storm import Outcome, Violation, require
+from paceline.testing.storm import Outcome, require, weather_out
 from paceline.trainer import Trainer
 
 TIMEOUT = 20.0
@@ -154,17 +153,7 @@ def play(seed: int, folder: Path, only: Case | None = None) -> Outcome:
     weather = Gale.of(rng, case.workers - 1 if rng.random() < 0.95 else case.workers)
     world = Waters(seed, weather, case.workers, TIMEOUT)
     storm = GossipStorm(seed, case, world, folder, rng)
-    log = logging.getLogger("paceline")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # nodes are lost all the time
-    try:
-        storm.run()
-    except Violation as error:
-        raise Violation(f"{error}\n{storm.told()}") from error
-    except Exception as error:
-        raise Violation(f"{type(error).__name__}: {error}\n{storm.told()}") from error
-    finally:
-        log.setLevel(level)
+    weather_out(storm)
     return Outcome(case, weather, world.faults, 0, world.happened, world.now)
 
 

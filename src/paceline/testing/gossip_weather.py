@@ -21,7 +21,6 @@ from paceline.core.protocol import Command, Event, Send, Step, Task, WorkerId
 from paceline.engines.base import PeersJob
 from paceline.engines.door import KNOWN
 from paceline.engines.node import Node
-from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.peer import Mail, PeerProcess
 from paceline.engines.ray.peers import RayPeers
@@ -29,6 +28,7 @@ from paceline.engines.ray.pool import Cluster
 from paceline.engines.ray.worker import Place, Worker
 from paceline.learners.base import Array, Outcome, Proceed
 from paceline.testing.processes import died, unavailable
+from paceline.testing.simulated import SimulatedCluster
 from paceline.testing.weather import Weather, World
 
 _LATENCY = 0.002  # seconds from one process to another
@@ -422,35 +422,21 @@ def _spoiled(packed: Any, rng: random.Random, large: bool) -> Any:
     return pack(Message(tuple(parts)))
 
 
-class _PeerCluster(Cluster):
+class _PeerCluster(SimulatedCluster):
     def __init__(self, world: Waters) -> None:
-        self._world = world
-
-    def connect(self, address: str | None, workers: int, message_bytes: int) -> bool:
-        return True
+        super().__init__(world)
+        self._waters = world
 
     def make_workers(
         self, cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker
     ) -> Callable[[str], Any]:
-        return lambda name: Process(self._world, name)
-
-    def calls(self) -> Calls:
-        return Calls(self._world.inbox, lambda: self._world.now)
-
-    def clock(self) -> float:
-        return self._world.now
+        return lambda name: Process(self._waters, name)
 
     def put(self, thing: Any) -> Any:
         return thing
 
-    def kill(self, actor: Process) -> None:
+    def kill(self, actor: Any) -> None:
         actor.die()
-
-    def node(self) -> str:
-        return "driver"
-
-    def shutdown(self) -> None:
-        pass
 
 
 class PeersOnRay(Ray):
