@@ -23,6 +23,7 @@ FAR = 1e4
 of tens; what a flipped bit of an exponent makes of one is off by 1e9 and more."""
 KNOWN = 3  # norms that must be known before one is called unusual
 _REMEMBERED = 64
+_SUSPECTS = 4096  # more than there are workers: a model that is not finite makes all of them so
 
 
 class Door:
@@ -34,9 +35,7 @@ class Door:
     def __init__(self, size: int, dtype: Any) -> None:
         self._size, self._dtype = size, np.dtype(dtype)
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
-        self._sound: deque[int] = deque(maxlen=_REMEMBERED)  # versions that results let in are of
-        # The samples that refused results were of, and how often they were refused.
-        self._refused: dict[tuple[int, ...], int] = {}
+        self._refused: dict[tuple[object, ...], None] = {}  # what refused results were of
 
     def fault(
         self,
@@ -74,7 +73,6 @@ class Door:
         if usual and norm > FAR * usual and not self.is_again(task):
             return f"its norm is {norm:.3g}, that of others {usual:.3g}"
         self._norms.append(norm)
-        self._sound.append(task.version)
         return None
 
     def let_in(self, vector: Array | None) -> None:
@@ -87,16 +85,19 @@ class Door:
 
         It is if the result of the same samples is so again, which are given to another process when
         the first is ended: then a large one is let in, and one that is not finite ends the run. Of
-        a coded batch several workers have parts at once: there it takes three, and nobody whose
-        result at that version was sound.
+        a coded batch the same parts have to be so again: each may be spoiled for itself.
         """
-        samples = task.draw, *task.draws
-        self._refused[samples] = self._refused.get(samples, 0) + 1
-        while len(self._refused) > _REMEMBERED:
+        samples = samples_of(task)
+        again = samples in self._refused
+        self._refused[samples] = None
+        while len(self._refused) > _SUSPECTS:
             del self._refused[next(iter(self._refused))]
-        if task.work.parts is None:
-            return self._refused[samples] > 1
-        return self._refused[samples] > 2 and task.version not in self._sound
+        return again
+
+
+def samples_of(task: Task) -> tuple[object, ...]:
+    """Name the samples that a task computes: the same name, the same samples."""
+    return task.draw, *task.stretches(), *sorted(task.work.parts or ())
 
 
 class Slot:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from paceline.engines.door import samples_of
 from paceline.engines.ray.server import Server
 from paceline.engines.ray.worker import Place, Reply, Token, Worker, unpack
 from paceline.testing.weather import World
@@ -168,6 +169,8 @@ class Process:
     # --- a call, from its arrival to its answer --------------------------------------------------
 
     def receive(self, call: Call) -> None:
+        if not self.alive and self.node not in self.world.silent:
+            return self._later(call, error=died(), seconds=0.01)
         self._open.append(call)
         when_here(self.needs(call), partial(self.begin, call))
 
@@ -295,7 +298,10 @@ class WorkerProcess(Process):
             seconds *= 4
         # Every look at the clock between pieces of work takes a share of the time.
         pieces = max(task.computed, 1) + 8
-        self.times = _ticking(self.world.now, seconds / pieces)
+        begin = self.world.now
+        # What it looks at until its model is here has happened by now.
+        looks = 1 if call.name == "compute" else 4 + len(self.needs(call))
+        self.times = chain(repeat(begin, looks), _ticking(begin, seconds / pieces))
         self.take(call, min(seconds, task.work.budget))
 
     def answer(self, call: Call, answer: Any, error: Exception | None) -> None:
@@ -312,18 +318,17 @@ class WorkerProcess(Process):
             name, *others = reply
             reply = ((*name[:3], name[3] + self.world.rng.choice((-1, 1, 7))), *others)
         elif self.world.strikes("wrong"):
-            attempt = unpack(call.given[0])[1].attempt
             spoil = self._spoiled_norm if rest else self._spoiled
-            reply = spoil(reply, attempt)
+            reply = spoil(reply, samples_of(unpack(call.given[0])[1]))
         self.deliver(call, (reply, *rest) if rest else reply, None)
 
-    def _spoiled(self, reply: Reply, attempt: int) -> Reply:
+    def _spoiled(self, reply: Reply, of: tuple[object, ...]) -> Reply:
         """Make a result that must not get in."""
         name, vector, samples, *rest = reply
         if vector is None or not samples:
             return reply
         bad = np.array(vector)
-        kind = self.world.rng.choice(["shape", "type", *self._kinds(attempt)])
+        kind = self._kind(of, "shape", "type")
         if kind in ("nan", "inf") and bad.dtype.kind == "f":
             bad[self.world.rng.randrange(bad.size)] = float(kind)
         elif kind == "type":
@@ -336,25 +341,29 @@ class WorkerProcess(Process):
             bad = bad[:-1]
         return name, bad, samples, *rest
 
-    def _spoiled_norm(self, reply: Reply, attempt: int) -> Reply:
+    def _spoiled_norm(self, reply: Reply, of: tuple[object, ...]) -> Reply:
         """Make such a result of which only the norm is seen; its slices are not used."""
         *rest, samples, seconds, stats, sent, norm = reply
         if norm is None or not samples:
             return reply
-        kind = self.world.rng.choice(self._kinds(attempt))
+        kind = self._kind(of)
         if kind == "samples":
             samples = samples + 1000
         else:
             norm = norm * 1e30 if kind == "large" else float(kind)
         return *rest, samples, seconds, stats, sent, norm
 
-    def _kinds(self, attempt: int) -> list[str]:
-        kinds = ["samples"]
-        if attempt == 1:  # else it would look like the model's doing
+    def _kind(self, of: tuple[object, ...], *others: str) -> str:
+        """Draw how a result is spoiled."""
+        kinds = [*others, "samples"]
+        if of not in self.world.spoiled:
             kinds += ["nan", "inf"]
             if self.world.usual_is_known:
                 kinds.append("large")
-        return kinds
+        kind = self.world.rng.choice(kinds)
+        if kind in ("nan", "inf", "large"):
+            self.world.spoiled.add(of)
+        return kind
 
 
 class ServerProcess(Process):

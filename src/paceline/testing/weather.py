@@ -86,6 +86,7 @@ class World:
         self.now = 0.0
         self.happened = 0
         self.usual_is_known = False  # how large results are, to the driver
+        self.spoiled: set[tuple[object, ...]] = set()  # samples; twice, it would be the model
         self.most = 10**9  # things that may happen; more of them are a loop without progress
         self.faults: Counter[str] = Counter()
         self.inbox = _Inbox(self)
@@ -172,6 +173,7 @@ class World:
         self.actors.clear()
         self._queue.clear()
         self.inbox.clear()
+        self.spoiled.clear()
         self.usual_is_known = False
 
 

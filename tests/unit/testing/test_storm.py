@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ import pytest
 import paceline as pl
 from paceline.core.protocol import Task, Work
 from paceline.engines.door import FAR, NOT_FINITE, Door, norm_of
-from paceline.engines.ray.pool import next_node
+from paceline.engines.ray.pool import Member, next_node
 from paceline.testing.planted import BUGS, planted
 from paceline.testing.rolling import Rolling
 from paceline.testing.serial import serial
 from paceline.testing.simulated import SimulatedRay
 from paceline.testing.storm import Violation, play
-from paceline.testing.weather import Weather, World
+from paceline.testing.weather import Process, Weather, World
 
 CASES = (
     *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
@@ -137,6 +139,36 @@ def test_a_lost_result_is_not_left_with_one_who_waits_for_the_step_that_needs_it
     play(5191, tmp_path, "servers")  # the storm that found it: it had no end
 
 
+def test_what_a_lost_server_says_that_it_keeps_is_not_relied_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may answer while it is being ended."""
+    learner = Rolling((1.0, 0.3, 0.1), noise=0.1, lr=0.04, batch_size=12)
+    keepers: list[bool] = []
+    for seed in range(8):
+        world = World(seed, Weather(), 6, 20.0, nodes=3)
+        engine = SimulatedRay(6, world, servers=3, start_timeout=5.0)
+        end = partial(_end_after, world)
+        monkeypatch.setattr("paceline.testing.simulated.SimulatedCluster.kill", end)
+
+        def look(engine: Any = engine) -> None:
+            pool, slots = engine._reducer._pool, engine._reducer._slots
+            states = [state for slot in slots for state in slot.states.values()]
+            keepers.extend(pool.is_current(each) for each in states if isinstance(each, Member))
+
+        def lose(engine: Any = engine, world: World = world, look: Any = look) -> None:
+            engine._reducer._lose(engine._reducer._pool.members["s2"], "it was slow")
+            world.after(0.5, look)
+
+        watch = [AtStep(5, partial(world.after, 0.2, lose))]  # while the state is on its way
+        pl.Trainer(learner, pl.sync(6), engine, callbacks=watch, progress=False).fit(steps=9)
+    assert keepers and all(keepers)
+
+
+def _end_after(world: World, actor: Process) -> None:
+    world.after(1.0, actor.die)
+
+
 def test_a_server_may_be_lost_again_and_again_while_a_checkpoint_waits(tmp_path: Path) -> None:
     world = World(1, Weather(), 3, 20.0)
     world.most = 20_000
@@ -227,11 +259,33 @@ def test_whoever_keeps_failing_is_started_less_and_less_often() -> None:
     assert run.seconds > 150 and 5 <= starts < 8 + run.seconds / 30
 
 
-def test_of_a_coded_batch_three_may_fail_each_for_itself() -> None:
+def test_of_a_coded_batch_all_may_fail_each_for_itself() -> None:
     door, bad = Door(2, np.float64), np.array([np.nan, 1.0])
     tasks = [Task(i, f"w{i}", Work({i: 1.0}, cut=5), 3, 0.0, 8, 24) for i in range(5)]
-    assert [door.is_again(task) for task in tasks[:3]] == [False, False, True]  # nobody is sound
-    other = [Task(i, f"w{i}", Work({i: 1.0}, cut=5), 4, 0.0, 8, 32) for i in range(5)]
-    assert door.fault(other[4], np.ones(2), 1, {}) is None
-    assert [door.is_again(task) for task in other[:4]] == [False] * 4
-    assert door.fault(other[0], bad, 1, {}) == NOT_FINITE
+    assert [door.is_again(task) for task in tasks] == [False] * 5
+    assert door.is_again(tasks[2])  # the same parts of the same samples
+    assert door.fault(tasks[0], bad, 1, {}) == NOT_FINITE
+
+
+def test_samples_of_other_tiles_are_others() -> None:
+    door = Door(2, np.float64)
+    one, other = (Task(i, f"w{i}", Work(tiles={i: 8}), 3, 0.0, 8, 0, draws=(16,)) for i in range(2))
+    assert [door.is_again(task) for task in (one, other, one)] == [False, False, True]
+
+
+@pytest.mark.parametrize("workers", [5, 100])
+def test_samples_that_are_not_finite_are_found_out_however_many_workers(workers: int) -> None:
+    door = Door(2, np.float64)
+    tasks = [Task(i, f"w{i}", Work(), 3, 0.0, 8, 8 * i) for i in range(workers)]
+    assert not any(door.is_again(task) for task in tasks)
+    assert door.is_again(tasks[0])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_coded_run_whose_model_is_not_finite_ends_and_says_so() -> None:
+    learner = pl.Quadratic((1.0,), lr=1e300, batch_size=12)
+    engine = SimulatedRay(4, World(1, Weather(), 4, 20.0), respawns=1000)
+    run = pl.Trainer(learner, pl.coded(1), engine, progress=False).fit(steps=50)
+    assert "not because of a worker" in run.reason or "the loss is" in run.reason
+    assert run.steps < 5

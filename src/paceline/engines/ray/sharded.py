@@ -391,7 +391,8 @@ class ShardedReducer:
             return
 
         def kept(future: Future[Any] | None = None) -> None:
-            if future is not None and future.exception(timeout=0) is None:
+            done = future is not None and future.exception(timeout=0) is None
+            if done and self._pool.is_current(keeper):  # one that is lost may answer at its end
                 slot.states[version] = keeper
             slot.copied = max(slot.copied, version)  # if it failed, the next one may not
             self._forget()
