@@ -279,6 +279,8 @@ class Fleet:
             time.sleep(0.2)
 
     def close(self) -> None:
+        for _, action in self._healing:
+            action()
         while self._groups:
             self._groups.popitem()[1].__exit__()
 
@@ -356,6 +358,7 @@ class Driver:
 
 def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) -> dict[str, Any]:
     """Train for a while; with faults if `every` is finite."""
+    fleet.heal()
     calm = every == float("inf")
     driver.order(seconds=seconds, seed=seed, least=fleet.workers if calm else 1)
     begun = end = None
@@ -371,7 +374,6 @@ def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) 
             begun, end = begun or now, end or now + seconds
             fleet.know(said["pids"])
         if "done" in said:
-            fleet.heal()
             return {**said, "able_seconds": able}
         if begun is not None and not calm:
             if now >= begun + every:
@@ -413,7 +415,7 @@ def measure(
         fleet = Fleet(place, workers, 0, folder)
         leave.callback(fleet.close)
         driver = Driver(place, address, workers, policy, folder)
-        turn(driver, fleet, 5.0, float("inf"), 0)  # to warm up
+        turn(driver, fleet, min(5.0, seconds / 2), float("inf"), 0)  # to warm up
         for number in range(1, turns + 1):
             for faulty in (False, True):
                 length = seconds / turns * (1.0 if faulty else calm)
