@@ -34,9 +34,9 @@ import numpy as np
 import chaos_ray
 import chaos_resume
 from _report import finish, machine, parser, table
-from paceline.testing import gossip_planted, gossip_storm
-from paceline.testing.planted import BUGS, planted
-from paceline.testing.storm import Outcome, Violation, play
+from paceline.testing.storms import gossip_planted, gossip_storm
+from paceline.testing.storms.planted import BUGS, planted
+from paceline.testing.storms.storm import Outcome, Violation, play
 
 STORMS = 10_000
 FAULTS = 500_000

@@ -31,8 +31,8 @@ import paceline as pl
 from paceline.checkpoint import read
 from paceline.core.journal import read_entries, read_header
 from paceline.engines.ray.cluster import connect
-from paceline.testing.serial import History, serial
-from paceline.testing.storm import check_samples
+from paceline.testing.storms.serial import History, serial
+from paceline.testing.storms.storm import check_samples
 
 EVERY = 10
 WAIT = 60.0  # seconds, for anything that has to happen

@@ -128,7 +128,7 @@ ONLY_IN = {
     "fsspec": {"checkpoint/store.py"},
     "grpc": {"engines/ray/probe.py"},
     "ray": {path.relative_to(ROOT).as_posix() for path in (ROOT / "engines/ray").glob("*.py")}
-    | {"trackers/prometheus.py", "testing/processes.py", "testing/simulated.py"},
+    | {"trackers/prometheus.py", "testing/storms/processes.py", "testing/storms/simulated.py"},
     "wandb": {"trackers/wandb.py"},
     "mlflow": {"trackers/mlflow.py"},
     "jinja2": {"report/page.py"},

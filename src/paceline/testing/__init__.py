@@ -9,9 +9,9 @@ from paceline.testing.scripted import Done, ScriptedEngine, transcript
 from paceline.testing.slow import SlowWorkers, Throttle
 
 if TYPE_CHECKING:
-    from paceline.testing.cases import Case
     from paceline.testing.histories import History, check_books, legal_histories
-    from paceline.testing.storm import Violation, play
+    from paceline.testing.storms.cases import Case
+    from paceline.testing.storms.storm import Violation, play
 
 __all__ = [
     "Case",
@@ -30,9 +30,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Case":  # which needs PyTorch, as the next ones do Ray
-        return getattr(importlib.import_module("paceline.testing.cases"), name)
+        return getattr(importlib.import_module("paceline.testing.storms.cases"), name)
     if name in ("Violation", "play"):
-        return getattr(importlib.import_module("paceline.testing.storm"), name)
+        return getattr(importlib.import_module("paceline.testing.storms.storm"), name)
     if name in ("History", "check_books", "legal_histories"):
         try:
             return getattr(importlib.import_module("paceline.testing.histories"), name)

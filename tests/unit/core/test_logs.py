@@ -8,8 +8,8 @@ from pathlib import Path
 
 import paceline as pl
 from paceline.core.logs import MOST, Quota, clear, logger_of, tell_left_out
-from paceline.testing.simulated import SimulatedRay
-from paceline.testing.weather import Weather, World
+from paceline.testing.storms.simulated import SimulatedRay
+from paceline.testing.storms.weather import Weather, World
 
 
 class Kept(logging.Handler):
@@ -122,4 +122,4 @@ def test_every_logger_has_a_quota() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "getLogger"
     ]
-    assert set(made) == {"core/logs.py", "testing/storm.py"}  # the latter to be quiet
+    assert set(made) == {"core/logs.py", "testing/storms/storm.py"}  # the latter to be quiet

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.testing.gossip_planted import BUGS
-from paceline.testing.gossip_storm import play
-from paceline.testing.planted import planted
-from paceline.testing.storm import Violation
+from paceline.testing.storms.gossip_planted import BUGS
+from paceline.testing.storms.gossip_storm import play
+from paceline.testing.storms.planted import planted
+from paceline.testing.storms.storm import Violation
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ import paceline as pl
 from paceline.core.protocol import Task, Work
 from paceline.engines.door import FAR, NOT_FINITE, Door, norm_of
 from paceline.engines.ray.pool import Member, next_node
-from paceline.testing.planted import BUGS, planted
-from paceline.testing.rolling import Rolling
-from paceline.testing.serial import serial
-from paceline.testing.simulated import SimulatedRay
-from paceline.testing.storm import Violation, play
-from paceline.testing.weather import Process, Weather, World
+from paceline.testing.storms.planted import BUGS, planted
+from paceline.testing.storms.rolling import Rolling
+from paceline.testing.storms.serial import serial
+from paceline.testing.storms.simulated import SimulatedRay
+from paceline.testing.storms.storm import Violation, play
+from paceline.testing.storms.weather import Process, Weather, World
 
 CASES = (
     *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
@@ -149,7 +149,7 @@ def test_what_a_lost_server_says_that_it_keeps_is_not_relied_on(
         world = World(seed, Weather(), 6, 20.0, nodes=3)
         engine = SimulatedRay(6, world, servers=3, start_timeout=5.0)
         end = partial(_end_after, world)
-        monkeypatch.setattr("paceline.testing.simulated.SimulatedCluster.kill", end)
+        monkeypatch.setattr("paceline.testing.storms.simulated.SimulatedCluster.kill", end)
 
         def look(engine: Any = engine) -> None:
             pool, slots = engine._reducer._pool, engine._reducer._slots

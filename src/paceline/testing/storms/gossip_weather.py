@@ -27,9 +27,9 @@ from paceline.engines.ray.peers import RayPeers
 from paceline.engines.ray.pool import Cluster
 from paceline.engines.ray.worker import Place, Worker
 from paceline.learners.base import Array, Outcome, Proceed
-from paceline.testing.processes import died, unavailable
-from paceline.testing.simulated import SimulatedCluster
-from paceline.testing.weather import Weather, World
+from paceline.testing.storms.processes import died, unavailable
+from paceline.testing.storms.simulated import SimulatedCluster
+from paceline.testing.storms.weather import Weather, World
 
 _LATENCY = 0.002  # seconds from one process to another
 _START = 0.5  # seconds that a process needs to come up

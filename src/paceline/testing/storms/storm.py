@@ -33,10 +33,10 @@ from paceline.engines.ray.worker import Token
 from paceline.learners.base import Array, Server
 from paceline.learners.robust import RobustServer
 from paceline.run import Run
-from paceline.testing.cases import Case, case_of
-from paceline.testing.serial import History, Places, serial
-from paceline.testing.simulated import SimulatedRay
-from paceline.testing.weather import DriverKilled, Weather, World
+from paceline.testing.storms.cases import Case, case_of
+from paceline.testing.storms.serial import History, Places, serial
+from paceline.testing.storms.simulated import SimulatedRay
+from paceline.testing.storms.weather import DriverKilled, Weather, World
 from paceline.trainer import Trainer
 
 TIMEOUT = 20.0

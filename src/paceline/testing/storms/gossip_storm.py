@@ -56,9 +56,9 @@ from paceline.policies.graphs import (
 from paceline.policies.mixing import Averaging, Difference, Mixing
 from paceline.policies.triggers import Always, EventGrad, EventGradStatic, Lag, OnChange
 from paceline.run import Run
-from paceline.testing.cases import Case
-from paceline.testing.gossip_weather import Gale, PeersOnRay, Process, SimulatedPeer, Waters
-from paceline.testing.storm import Outcome, require, weather_out
+from paceline.testing.storms.cases import Case
+from paceline.testing.storms.gossip_weather import Gale, PeersOnRay, Process, SimulatedPeer, Waters
+from paceline.testing.storms.storm import Outcome, require, weather_out
 from paceline.trainer import Trainer
 
 TIMEOUT = 20.0

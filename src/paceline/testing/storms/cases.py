@@ -34,7 +34,7 @@ from paceline.policies.named import (
 from paceline.policies.placed import Placed
 from paceline.policies.placement import BySpeed
 from paceline.policies.wrappers import Among
-from paceline.testing.rolling import Rolling
+from paceline.testing.storms.rolling import Rolling
 
 PROBLEM = Rolling((1.0, 0.3, 0.1, 0.5, 0.2), noise=0.1, lr=0.04, batch_size=12)
 

@@ -20,7 +20,7 @@ import ray
 from paceline.engines.door import samples_of
 from paceline.engines.ray.server import Server
 from paceline.engines.ray.worker import Place, Reply, Token, Worker, unpack
-from paceline.testing.weather import World
+from paceline.testing.storms.weather import World
 
 _LATENCY = 0.002  # seconds from one process to another
 _START = 0.5  # seconds that a process needs to come up

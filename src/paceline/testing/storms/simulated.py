@@ -11,8 +11,14 @@ from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Cluster, next_node
 from paceline.engines.ray.worker import Worker
-from paceline.testing.processes import Process, Reference, ServerProcess, WorkerProcess, when_here
-from paceline.testing.weather import World
+from paceline.testing.storms.processes import (
+    Process,
+    Reference,
+    ServerProcess,
+    WorkerProcess,
+    when_here,
+)
+from paceline.testing.storms.weather import World
 
 
 class SimulatedCluster(Cluster):

@@ -13,7 +13,7 @@ from paceline.engines.node import Node, Outbox
 from paceline.engines.ray.peer import Mail, PeerProcess
 from paceline.engines.ray.peers import RayPeers
 from paceline.engines.ray.pool import Pool
-from paceline.testing.planted import Patch
+from paceline.testing.storms.planted import Patch
 
 
 def _take_letters_as_often_as_they_come() -> list[Patch]:
