@@ -7,7 +7,7 @@ A file's first line is its header; each further line is one entry.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from paceline.core.protocol import Command, Event, Peer, Prices
 from paceline.core.state import decode, encode
 
 FORMAT = 1
+# What comes of reading a line that is JSON and no entry.
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 _AT_ONCE = 64  # lines that are parsed together, in less time than one by one or in larger heaps
 
 
@@ -124,14 +126,17 @@ def same(mine: Entry, theirs: Entry) -> bool:
 def read_header(path: Path | str) -> Header:
     """Read the first line of a journal's file."""
     with open(path, encoding="utf-8") as file:
-        head = json.loads(file.readline())
+        head = _line(path, 1, file.readline())
     if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a journal of format {FORMAT}")
-    prices = Prices(**head.pop("prices", {}))
-    head["tiles"] = tuple(head.get("tiles", ()))
-    if (peer := head.get("peer")) is not None:
-        head["peer"] = Peer(peer["name"], tuple(peer["neighbors"]), tuple(peer["tensors"]))
-    return Header(**head, prices=prices)
+    try:
+        prices = Prices(**head.pop("prices", {}))
+        head["tiles"] = tuple(head.get("tiles", ()))
+        if (peer := head.get("peer")) is not None:
+            head["peer"] = Peer(peer["name"], tuple(peer["neighbors"]), tuple(peer["tensors"]))
+        return Header(**head, prices=prices)
+    except _DAMAGE as error:
+        raise _damaged(path, 1, error) from error
 
 
 def read_entries(path: Path | str, told: Callable[[float], None] | None = None) -> Iterator[Entry]:
@@ -153,8 +158,27 @@ def read_entries(path: Path | str, told: Callable[[float], None] | None = None) 
                 parsed = json.loads(f"[{','.join(lines)}]")
             except json.JSONDecodeError:
                 parsed = [_line(path, count + place, text) for place, text in enumerate(lines)]
+            entries: Iterable[Entry]
+            try:
+                entries = list(map(_entry, parsed))
+            except _DAMAGE:
+                entries = _entries(path, count, parsed)
             count += len(lines)
-            yield from map(_entry, parsed)
+            yield from entries
+
+
+def _entries(path: Path | str, first: int, parsed: list[Any]) -> Iterator[Entry]:
+    """Yield entries one by one, and say which is damaged."""
+    for number, data in enumerate(parsed, first):
+        try:
+            yield _entry(data)
+        except _DAMAGE as error:
+            raise _damaged(path, number, error) from error
+
+
+def _damaged(path: Path | str, number: int, error: Exception) -> ValueError:
+    why = f"{type(error).__name__}: {error}"
+    return ValueError(f"{path}, line {number}: damaged, or of another version ({why})")
 
 
 def _line(path: Path | str, number: int, text: str) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.journal import Entry, Header, Journal, dump_entry, parse_entry
+from paceline.core.journal import Entry, Header, Journal, dump_entry, parse_entry, read_entries
 from paceline.core.protocol import (
     Finished,
     Interrupted,
@@ -218,3 +219,39 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
     path.write_text("".join(lines))
     with pytest.raises(ValueError, match=r"run.jsonl, line 400: "):
         Journal.load(path)
+
+
+def test_a_line_that_is_no_entry_is_named_and_those_before_it_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    fill(Journal(Header(), path)).close()
+    for wrong in ('{"now":1.0}', "7", '{"now":1.0,"event":{"type":"Finished"}}'):
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([*lines[:3], wrong, *lines[4:]]) + "\n")
+        found = []
+        with pytest.raises(ValueError, match=r"run.jsonl, line 4: damaged"):
+            for entry in read_entries(path):
+                found.append(entry)
+        assert found == ENTRIES[:2]
+
+
+def test_whatever_is_damaged_a_journal_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    path, rng = tmp_path / "run.jsonl", random.Random(1)
+    fill(Journal(Header("é", tiles=(3, 4)), path)).close()
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(2000):
+        damaged = bytearray(whole)
+        at = rng.randrange(len(damaged))
+        match rng.randrange(3):
+            case 0:
+                damaged[at] = rng.randrange(256)
+            case 1:
+                del damaged[at : at + rng.randint(1, 40)]
+            case 2:
+                damaged[at:at] = damaged[: rng.randint(1, 40)]
+        path.write_bytes(damaged)
+        try:
+            Journal.load(path)
+        except ValueError:
+            refused += 1
+    assert refused > 1000
