@@ -4,11 +4,11 @@ Hosts are network namespaces of this machine: the head with the driver, and thre
 workers, each of which has a tenth of a core, so that what a lost worker does not use nobody
 gets. In turns with faults, every few seconds a worker is killed, stopped, or starved; a host's
 link is cut or throttled, all its processes are frozen, or its raylet is killed; or the disk of the
-checkpoints is full. A node that Ray has given up is started again, as a service manager would.
-Goodput is the samples that went into the model for the same worker-seconds, with faults and
-without, where a worker that is stopped, frozen or cut off, or not up, has none, and a starved one
-what it was left. Every run must use each sample once, its journal must replay, and the last
-checkpoint must be readable. Needs Linux and root.
+checkpoints is full, or can only be read. A node that Ray has given up is started again, as a
+service manager would. Goodput is the samples that went into the model for the same
+worker-seconds, with faults and without, where a worker that is stopped, frozen or cut off, or not
+up, has none, and a starved one what it was left. Every run must use each sample once, its journal
+must replay, and the last checkpoint must be readable. Needs Linux and root.
 
     python benchmarks/chaos_ray.py [--quick] [--seconds 300] [--every 5] [--policy rennala|k_sync]
 """
@@ -55,7 +55,7 @@ TIMEOUT = 8.0  # seconds for a task, which takes some tenths of one
 POLICIES = {"rennala": pl.rennala(64), "k_sync": pl.k_sync(5)}
 NODE = ("cut", "freeze", "raylet")  # what befalls a whole host, one at a time
 KINDS = {"kill": 5, "stop": 4, "starve": 4, "throttle": 2, "cut": 2, "freeze": 2, "raylet": 1,
-         "disk": 1}  # fmt: skip
+         "disk": 1, "read only": 1}  # fmt: skip
 
 
 # --- the driver, on host 0 -----------------------------------------------------------------------
@@ -148,7 +148,8 @@ class Fleet:
     """The driver, its workers' processes with their shares of a core, and what befalls them."""
 
     def __init__(self, hosts: Hosts, workers: int, seed: int, folder: Path) -> None:
-        self.hosts, self.workers, self.folder = hosts, workers, folder
+        self.hosts, self.workers = hosts, workers
+        self._filler = folder / "disk" / "filler"
         self.faults: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._share = CORES / workers
@@ -204,11 +205,13 @@ class Fleet:
                 self.hosts.link(host, rate=1e6)
                 self._heal_after(seconds, partial(self.hosts.link, host, rate=1e9))
             case "disk":
-                filler = self.folder / "disk" / "filler"
-                with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+                with contextlib.suppress(OSError), open(self._filler, "wb", buffering=0) as file:
                     while file.write(bytes(1 << 16)):
                         pass
-                self._heal_after(seconds, partial(filler.unlink, missing_ok=True))
+                self._heal_after(seconds, self._heal_disk)
+            case "read only":
+                remount(self._filler.parent, "ro")
+                self._heal_after(seconds, self._heal_disk)
             case _:
                 self._strike_host(kind, host, seconds)
 
@@ -229,6 +232,10 @@ class Fleet:
         self.hosts.link(host, up=True)
         self.hosts.thaw(host)
         self._away.discard(host)
+
+    def _heal_disk(self) -> None:
+        remount(self._filler.parent, "rw")
+        self._filler.unlink(missing_ok=True)
 
     def _hinder(self, pid: int, left: float, seconds: float) -> None:
         """Note what a process is left, and let it be as before after a while."""
@@ -394,6 +401,12 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=10)
+
+
+def remount(disk: Path, how: str) -> None:
+    """Make a disk writable or not, unless somebody writes to it right now."""
+    command = ["mount", "-o", f"remount,{how}", str(disk)]
+    subprocess.run(command, capture_output=True, timeout=10)
 
 
 def measure(

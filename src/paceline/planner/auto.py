@@ -51,6 +51,7 @@ EVERY = 20
 BETTER = 0.05
 """Relative, by which another policy must be better than the one in use."""
 
+_TOLD = 100  # changes of plan that are remembered
 _DRAWN = 400  # of a worker's law, with which its times are compared
 
 
@@ -93,7 +94,7 @@ class Auto:
     def __init__(self, profile: Profile, plan: Plan, *, seed: int = 0) -> None:
         self.profile, self.plan = profile, plan
         self.current = copy.deepcopy(plan.policy)  # the plan's own is a recipe
-        self.changes: list[str] = []  # what was planned anew, and why
+        self.changes: list[str] = []  # what was planned anew of late, and why
         self._seed = seed
         self._seen: dict[WorkerId, Seen] = {}
         self._behind: set[WorkerId] = set()  # whose task before was given up
@@ -206,6 +207,7 @@ class Auto:
         left = replace(self.profile, surface=surface.lowered(loss))
         chosen, text = self._better(left)
         self.changes.append(f"at step {view.version}: {', '.join(told)}: {text}")
+        del self.changes[:-_TOLD]
         logger.info("planned anew %s", self.changes[-1])
         return chosen
 
