@@ -194,7 +194,10 @@ class Node:
             if letter.number < before or letter.version < version:
                 return None  # late: the whole copy that came before was made after it
             if letter.number == before:  # twice, or the whole copy of a neighbor that is new
-                return letter.version if is_whole else None
+                if not is_whole:
+                    return None
+                self._heard[sender] = letter.number, letter.version  # the same one at a later step
+                return letter.version
             if letter.number > before + 1 and not is_whole:
                 raise Refused(
                     f"letter {letter.number} of {sender} to {self._name} after letter {before}"

@@ -129,6 +129,18 @@ def test_a_letter_that_comes_twice_or_late_counts_once(codec: Codec | None) -> N
     np.testing.assert_array_equal(sender._copies["w0"], receiver._copies["w0"])
 
 
+def test_the_same_copy_at_an_earlier_step_is_no_news() -> None:
+    codec = pl.TopK(0.1)
+    sender, receiver = node("w0", codec), node("w1", codec, "w0")
+    advance(sender, 0)
+    sender.letter(None)
+    early = sender.whole()
+    advance(sender, 1)  # without a letter: the copy stays, and is of a later step
+    assert receiver.receive("w0", early) == 1
+    assert receiver.receive("w0", sender.whole()) == 2
+    assert receiver.receive("w0", early) is None  # it came twice, and late
+
+
 @pytest.mark.parametrize("codec", CODECS[:3], ids=["dense", "top", "int8"])
 def test_what_is_no_sound_letter_of_its_sender_is_refused(codec: Codec | None) -> None:
     sender, receiver = node("w0", codec), node("w1", codec, "w0", "w2")
