@@ -16,8 +16,8 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
-test:  ## fast tests and doctests, no cluster
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
+test:  ## fast tests and doctests, no cluster; a thread for each of two processes
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine; at last those that measure time
