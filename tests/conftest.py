@@ -17,6 +17,14 @@ from paceline.core import logs
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token file in the tester's home
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let no test on Ray be where `make cluster` does not look."""
+    for item in items:
+        marked = item.get_closest_marker("cluster") is not None
+        if marked and item.path.parent.name not in ("cluster", "contract"):
+            raise pytest.UsageError(f"{item.nodeid} belongs in tests/cluster or tests/contract")
+
+
 @pytest.fixture(autouse=True)
 def all_is_logged() -> None:
     """Count no record of another test: what is said too often is left out."""

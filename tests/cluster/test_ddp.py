@@ -31,7 +31,7 @@ from tests.cluster.ddp_proportional import (
     make_model,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 

@@ -129,6 +129,7 @@ def test_a_lost_worker_is_created_anew_and_takes_part(
     assert mine & used
 
 
+@pytest.mark.alone  # seconds decide who is lost
 def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
     with pl.Ray(workers=2, timeout=4, start_timeout=60, respawns=1) as engine:
         paused: list[int] = []
@@ -203,6 +204,7 @@ def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]
 
 
+@pytest.mark.alone  # seconds decide who is lost
 def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
     """The driver is busy for longer than the timeout, as with an evaluation in a callback."""
 
@@ -218,16 +220,17 @@ def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
         assert run.steps == 6 and not [event for event in lives(run) if isinstance(event, Left)]
 
 
-def test_a_learner_that_cannot_be_sent_is_told_of_and_leaves_nothing_behind() -> None:
+def test_a_learner_that_cannot_be_sent_is_told_of_and_leaves_nothing_behind(
+    ray_workers: pl.Ray,
+) -> None:
     learner = make_learner()
     broken = pl.TorchLearner(
         learner.model, learner.loss, learner.optimizer, Unsendable(), learner.batch_size
     )
-    with pl.Ray(workers=1, start_timeout=60) as engine:
-        with pytest.raises(TypeError, match="cannot be sent"):
-            pl.Trainer(broken, pl.sync(), engine, progress=False).fit(steps=1)
-        run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=2)
-        assert run.steps == 2
+    with pytest.raises(TypeError, match="cannot be sent"):
+        pl.Trainer(broken, pl.sync(), ray_workers, progress=False).fit(steps=1)
+    run = pl.Trainer(learner, pl.sync(), ray_workers, progress=False).fit(steps=2)
+    assert run.steps == 2
 
 
 class Unsendable(TensorDataset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +19,14 @@ from tests.unit.learners.test_lightning import SCHEDULES, Classifier, make_data
 pytestmark = pytest.mark.cluster
 
 
+@pytest.fixture(scope="module")
+def engine() -> Iterator[pl.Ray]:
+    with pl.Ray(workers=2, timeout=60) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize("servers", ["driver", 2])
-def test_real_workers_train_as_simulated_ones(servers: Any) -> None:
+def test_real_workers_train_as_simulated_ones(engine: pl.Ray, servers: Any) -> None:
     """With two servers each has half of every group of tensors, and the schedule."""
 
     def run(engine: Any) -> pl.Run:
@@ -29,8 +36,8 @@ def test_real_workers_train_as_simulated_ones(servers: Any) -> None:
         )
         return trainer.fit(steps=20)
 
-    with pl.Ray(workers=2, servers=servers, timeout=60) as engine:
-        real = run(engine)
+    engine.servers = servers
+    real = run(engine)
     simulated = run(pl.Simulator(workers=2, delays=pl.Fixed(1.0)))
     assert isinstance(real.model, Classifier)
     if servers == "driver":
