@@ -20,9 +20,8 @@ test:  ## fast tests and doctests, no cluster; a thread for each of two processe
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
-cluster:  ## the tests on a real Ray, started on this machine; at last those that measure time
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "cluster and not alone" tests/cluster tests/contract
-	$(PYTHON) -m pytest -m "cluster and alone" tests/cluster tests/contract
+cluster:  ## the tests on a real Ray, started on this machine
+	$(PYTHON) -m pytest -m cluster tests/cluster tests/contract
 
 fresh:  ## README and the ten minutes, literally, in a new environment
 	$(PYTHON) -m pytest -m fresh tests/fresh

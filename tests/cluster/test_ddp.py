@@ -31,7 +31,7 @@ from tests.cluster.ddp_proportional import (
     make_model,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from paceline.testing import groups
 from paceline.testing.hosts import Hosts, missing
 from tests.conftest import make_learner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("far_run.py")
 

@@ -129,7 +129,6 @@ def test_a_lost_worker_is_created_anew_and_takes_part(
     assert mine & used
 
 
-@pytest.mark.alone  # seconds decide who is lost
 def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
     with pl.Ray(workers=2, timeout=4, start_timeout=60, respawns=1) as engine:
         paused: list[int] = []
@@ -204,7 +203,6 @@ def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]
 
 
-@pytest.mark.alone  # seconds decide who is lost
 def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
     """The driver is busy for longer than the timeout, as with an evaluation in a callback."""
 

@@ -48,7 +48,6 @@ def paces(run: pl.Run, begin: float, end: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-@pytest.mark.alone
 def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
     learner = make_learner(hidden=512, batch_size=512)
     engine = pl.Ray(workers=8)
@@ -107,7 +106,6 @@ def test_an_error_in_the_users_code_reaches_the_user() -> None:
         pl.Trainer(wrong, pl.Gossip(pl.ring(2)), pl.Ray(2), progress=False).fit(steps=5)
 
 
-@pytest.mark.alone
 def test_letters_that_come_late_do_not_drag_the_models_back() -> None:
     """A step takes a millisecond here, and a letter several: copies are always old."""
     learner = make_learner(batch_size=256)

@@ -17,7 +17,6 @@ from paceline.testing.hosts import Hosts, missing
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.alone,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 

@@ -18,7 +18,7 @@ from tests.cluster.test_faults import At
 from tests.cluster.test_selection import make_learner
 from tests.conftest import flat
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 # All four together need less than the cores have, so that who is not slowed is not disturbed.
 FREE = 0.8 * min(1.0, len(os.sched_getaffinity(0)) / 4)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.test_ddp import launched, torchrun
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 DRIVER = """
 import paceline as pl
