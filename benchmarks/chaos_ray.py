@@ -80,24 +80,29 @@ def learner() -> pl.TorchLearner:
     return pl.TorchLearner(model, slow_loss, sgd, data, batch_size=2048, micro_batch=4)
 
 
-class Tell(pl.Callback):
-    """Tells which processes are workers, whenever there are others."""
-
-    def __init__(self, engine: pl.Ray) -> None:
-        self._engine = engine
-        self._told: dict[str, int] = {}
-
-    def stepped(self, progress: pl.Progress) -> None:
-        pool = self._engine._pool
-        members = pool.members.values() if pool is not None else ()
+def tell_pids(engine: pl.Ray, ended: threading.Event) -> None:
+    """Tell which processes are workers, as soon as there are others: until its share is known to
+    whoever gives it, a worker has a whole core."""
+    told: dict[str, int] = {}
+    while not ended.wait(0.02):
+        members = [] if engine._pool is None else list(engine._pool.members.values())
         pids = {m.name: m.place.pid for m in members if m.joined and m.place is not None}
-        if pids != self._told:
-            self._told = pids
+        if pids != told:
+            told = pids
             say(pids=pids)
 
 
+class Begun(pl.Callback):
+    """Tells of the first step."""
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if progress.step == 1:
+            say(begun=True)
+
+
 def say(**things: Any) -> None:
-    print(json.dumps(things), flush=True)
+    sys.stdout.write(json.dumps(things) + "\n")
+    sys.stdout.flush()
 
 
 def drive(address: str, workers: int, policy: str, folder: Path) -> None:
@@ -107,12 +112,14 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
     engine = pl.Ray(
         workers, address=address, cpus=1, timeout=TIMEOUT, start_timeout=60.0, respawns=10**6
     )
+    ended = threading.Event()
+    threading.Thread(target=tell_pids, args=(engine, ended), daemon=True).start()
     with engine:
         for line in sys.stdin:
             order = json.loads(line)
             journal = folder / f"{order['seed']}.jsonl"
             run = pl.Trainer(
-                learner(), POLICIES[policy], engine, callbacks=[Tell(engine)], progress=False,
+                learner(), POLICIES[policy], engine, callbacks=[Begun()], progress=False,
                 seed=order["seed"], journal=journal, checkpoints=saves,
                 min_workers=order["least"],
             ).fit(seconds=order["seconds"])  # fmt: skip
@@ -126,6 +133,7 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
                 seconds=run.meter.now,  # to the end, and not to the last step alone
                 memory=_memory(),
             )
+    ended.set()
 
 
 def exactly_once(run: pl.Run) -> None:
@@ -378,8 +386,9 @@ def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) 
             able += fleet.able() * max(0.0, min(now, end) - mark)
         mark = now
         if "pids" in said:
-            begun, end = begun or now, end or now + seconds
             fleet.know(said["pids"])
+        if "begun" in said:
+            begun, end = now, now + seconds
         if "done" in said:
             return {**said, "able_seconds": able}
         if begun is not None and not calm:
