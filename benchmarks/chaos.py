@@ -121,9 +121,8 @@ def found_after(bug: str, most: int) -> int | None:
     return None
 
 
-def find_planted(most: int, processes: int) -> dict[str, int | None]:
+def find_planted(bugs: Sequence[str], most: int, processes: int) -> dict[str, int | None]:
     """Return after how many storms each bug was found."""
-    bugs = [*gossip_planted.BUGS, *BUGS]  # those that take longest first
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         counts = pool.starmap(found_after, [(bug, most) for bug in bugs], chunksize=1)
     found = dict(zip(bugs, counts, strict=True))
@@ -165,7 +164,8 @@ def gossip_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
 
 
 def planted_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    found = find_planted(100 if arguments.quick else FOUND_WITHIN, arguments.processes)
+    bugs = [*BUGS, *(() if arguments.quick else gossip_planted.BUGS)]
+    found = find_planted(bugs, 100 if arguments.quick else FOUND_WITHIN, arguments.processes)
     return found, None not in found.values()
 
 
