@@ -26,13 +26,15 @@ def missing() -> str | None:
 class Group:
     """Processes that can be frozen and limited to so many cores while entered.
 
-    What they start is in it too. On leaving, they run on freely.
+    What they start is in it too. On leaving, they are where they were before: in another group, if
+    that is still entered, and else free.
     """
 
     def __init__(self, pids: Iterable[int] = (), cores: float | None = None) -> None:
         self._pids, self._cores = tuple(pids), cores
         self._name = f"paceline{os.getpid()}n{next(_numbers)}"
         self._folders: list[Path] = []
+        self._before: dict[tuple[Path, int], Path] = {}
 
     def __enter__(self) -> Self:
         if reason := missing():
@@ -46,14 +48,18 @@ class Group:
     def __exit__(self, *error: object) -> None:
         self.thaw()
         for folder in set(self._folders):
-            _empty(folder)
+            self._empty(folder)
         self._folders = []
+        self._before.clear()
 
     def add(self, *pids: int) -> None:
         """Take processes in; those that have ended meanwhile are left out."""
         for folder in set(self._folders):
             for pid in pids:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, FileNotFoundError):
+                    before = _group_of(pid, folder.parent)
+                    if before != folder:
+                        self._before[folder, pid] = before
                     _write(folder / "cgroup.procs", str(pid))
 
     def limit(self, cores: float) -> None:
@@ -81,6 +87,23 @@ class Group:
             _write(folder / "cgroup.freeze", f"{still:d}")
         else:
             _write(folder / "freezer.state", "FROZEN" if still else "THAWED")
+
+    def _empty(self, folder: Path) -> None:
+        """Put the processes of a group back to where they were, and remove it."""
+        until = time.monotonic() + 5
+        while True:
+            for pid in (folder / "cgroup.procs").read_text().split():
+                before = self._before.get((folder, int(pid)), folder.parent)
+                if not before.is_dir():
+                    before = folder.parent
+                with suppress(ProcessLookupError):
+                    _write(before / "cgroup.procs", pid)
+            try:
+                return folder.rmdir()
+            except OSError:  # one is just being started, or ending
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
 
 
 def _mounts() -> list[tuple[str, Path, list[str]]]:
@@ -119,19 +142,19 @@ def _child(root: Path, name: str) -> Path:
     return folder
 
 
-def _empty(folder: Path) -> None:
-    """Put the processes of a group back into the one above, and remove it."""
-    until = time.monotonic() + 5
-    while True:
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with suppress(ProcessLookupError):
-                _write(folder.parent / "cgroup.procs", pid)
-        try:
-            return folder.rmdir()
-        except OSError:  # one is just being started, or ending
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.01)
+def _group_of(pid: int, root: Path) -> Path:
+    """Return the group of a process in the hierarchy that is mounted at a folder."""
+    kinds = next(options for _, where, options in _mounts() if where == root)
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, names, place = line.split(":", 2)
+        if set(names.split(",")) & set(kinds) or (not names and _is_new(root)):
+            return root / place.lstrip("/")
+    return root
+
+
+def _is_new(root: Path) -> bool:
+    """Tell whether groups below a folder are of the newer kind, which is one for all purposes."""
+    return (root / "cgroup.controllers").exists()
 
 
 def _write(file: Path, text: str) -> None:

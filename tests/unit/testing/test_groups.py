@@ -69,3 +69,21 @@ def test_what_was_frozen_runs_on_after_the_end(busy: subprocess.Popen[bytes]) ->
     with Group([busy.pid], cores=0.05) as group:
         group.freeze()
     assert computed(busy.pid, 0.5) > 0.0
+
+
+def test_who_was_frozen_is_limited_as_before(busy: subprocess.Popen[bytes]) -> None:
+    """A host that hangs for a while does not make its workers quicker."""
+    with Group([busy.pid], cores=0.2):
+        with Group() as host:
+            host.add(busy.pid)
+            host.add(busy.pid)
+            host.freeze()
+        assert 0.0 < computed(busy.pid, 1.0) < 0.3
+
+
+def test_who_was_in_a_group_that_is_left_meanwhile_is_free(busy: subprocess.Popen[bytes]) -> None:
+    host = Group([busy.pid])
+    with Group([busy.pid], cores=0.05):
+        host.__enter__()
+    host.__exit__()
+    assert computed(busy.pid, 1.0) > 0.1
