@@ -173,7 +173,7 @@ def ray_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
     if arguments.quick:  # too short to say what it costs
         return chaos_ray.measure(4.0, 1.0, "rennala", count=2, turns=1, calm=0.5), True
     found = chaos_ray.measure(300.0, 5.0, "rennala")
-    return found, found["goodput"] >= chaos_ray.GOODPUT
+    return found, chaos_ray.is_enough(found)
 
 
 def resume_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
