@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test cluster fresh bench docs
+.PHONY: check format lint types test cluster fresh bench gpu docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -20,8 +20,8 @@ test:  ## fast tests and doctests, no cluster; a thread for each of two processe
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
-cluster:  ## the tests on a real Ray, started on this machine
-	$(PYTHON) -m pytest -m cluster tests/cluster tests/contract
+cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m cluster tests/cluster tests/contract
 
 fresh:  ## README and the ten minutes, literally, in a new environment
 	$(PYTHON) -m pytest -m fresh tests/fresh
@@ -40,6 +40,10 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/report.py
 	$(PYTHON) benchmarks/chaos.py
 	$(PYTHON) benchmarks/chaos_soak.py
+	$(PYTHON) benchmarks/fleet.py
+
+gpu:  ## ten minutes on a machine with GPUs; writes gpu_report.json, and ends with 3 where there is none
+	$(PYTHON) benchmarks/gpu.py
 
 docs:
 	$(PYTHON) -m sphinx -W -b html docs docs/_build

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from examples.fashion_mnist import fashion_mnist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.data.idx import fashion_mnist
+import _report  # noqa: F401 (so that the examples are found)
 
 
 def images() -> TensorDataset:

@@ -15,11 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Some benchmarks use the fault simulation and the oracles of the tests, or the examples' data.
+sys.path.append(str(Path(__file__).parents[1]))
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+
+def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParser:
     """Return a parser that knows `--quick`, for a benchmark to add its own to."""
     arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--quick", action="store_true", help="a short look, under 50 seconds")
+    about = f"a short look, under {seconds} seconds"
+    arguments.add_argument("--quick", action="store_true", help=about)
     return arguments
 
 

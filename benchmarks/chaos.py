@@ -2,7 +2,7 @@
 
 `storm` trains whole runs on a simulated Ray with lost, doubled, late, wrong and stray answers,
 crashes, pauses and driver kills, and checks what must hold after every event; every eighth is
-without a main node, and with `gossip` all are. `planted` puts bugs into Paceline and counts how
+decentralized, and with `gossip` all are. `planted` puts bugs into Paceline and counts how
 many storms it takes to find each. `ray` is chaos_ray.py: nodes and workers that fail every few
 seconds, beside the same run without faults. `resume` is chaos_resume.py: the driver killed again
 and again. `corrupted` damages checkpoints, and `security` knocks at a cluster's doors: both are
@@ -24,8 +24,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,15 @@ import numpy as np
 import chaos_ray
 import chaos_resume
 from _report import finish, machine, parser, table
-from paceline.testing.storms import gossip_planted, gossip_storm
-from paceline.testing.storms.planted import BUGS, planted
-from paceline.testing.storms.storm import Outcome, Violation, play
+from tests.storms import gossip_planted, gossip_storm
+from tests.storms.planted import BUGS, SERVER_BUGS, planted
+from tests.storms.storm import Outcome, Violation, play
 
 STORMS = 10_000
 FAULTS = 500_000
 GOSSIP_STORMS = 1_500
 FOUND_WITHIN = 2_000  # storms
-GOSSIP_EVERY = 8  # storms: the last of each so many is without a main node
+GOSSIP_EVERY = 8  # storms: the last of each so many is decentralized
 QUICK = ("ray", "planted", "storm")  # the others take minutes, unless named
 KILLS = 30  # of the driver
 CASES = 12  # of security
@@ -58,7 +59,7 @@ def storm(seed: int) -> Outcome | str:
 
 
 def gossip(seed: int) -> Outcome | str:
-    """Return what came of one storm without a main node."""
+    """Return what came of one decentralized storm."""
     return played(gossip_storm.play, seed)
 
 
@@ -110,10 +111,17 @@ def storms(
     }
 
 
+PLANTED: Sequence[tuple[Callable[[int, Path], Outcome], Mapping[str, Any]]] = (
+    (play, BUGS),
+    (partial(play, only="servers"), SERVER_BUGS),
+    (gossip_storm.play, gossip_planted.BUGS),
+)
+"""What is played, and the bugs that it must find."""
+
+
 def found_after(bug: str, most: int) -> int | None:
     """Return after how many storms a bug that is put in was found."""
-    alone = bug in gossip_planted.BUGS
-    kind, bugs = (gossip_storm.play, gossip_planted.BUGS) if alone else (play, BUGS)
+    kind, bugs = next(each for each in PLANTED if bug in each[1])
     with planted(bug, bugs), np.errstate(all="ignore"):
         for seed in range(most):
             if isinstance(played(kind, seed), str):
@@ -164,7 +172,7 @@ def gossip_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
 
 
 def planted_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    bugs = [*BUGS, *(() if arguments.quick else gossip_planted.BUGS)]
+    bugs = [*BUGS, *(() if arguments.quick else (*SERVER_BUGS, *gossip_planted.BUGS))]
     found = find_planted(bugs, 100 if arguments.quick else FOUND_WITHIN, arguments.processes)
     return found, None not in found.values()
 
@@ -183,7 +191,7 @@ def resume_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
 
 
 def corrupted_part(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    passed = tested("tests/unit/test_checkpoint_corrupt.py")
+    passed = tested("tests/unit/training/checkpoint/test_corrupt.py")
     return passed, passed >= CORRUPTED
 
 

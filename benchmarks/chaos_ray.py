@@ -20,7 +20,6 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import random
 import shutil
 import signal
@@ -40,7 +39,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-import paceline.checkpoint as checkpoint
+import paceline.training.checkpoint as checkpoint
+from _driver import Driver, exactly_once, resident, say, say_pids
 from _report import finish, machine, parser, table
 from paceline.testing import groups, hosts
 from paceline.testing.groups import Group
@@ -80,29 +80,12 @@ def learner() -> pl.TorchLearner:
     return pl.TorchLearner(model, slow_loss, sgd, data, batch_size=2048, micro_batch=4)
 
 
-def tell_pids(engine: pl.Ray, ended: threading.Event) -> None:
-    """Tell which processes are workers, as soon as there are others: until its share is known to
-    whoever gives it, a worker has a whole core."""
-    told: dict[str, int] = {}
-    while not ended.wait(0.02):
-        members = [] if engine._pool is None else list(engine._pool.members.values())
-        pids = {m.name: m.place.pid for m in members if m.joined and m.place is not None}
-        if pids != told:
-            told = pids
-            say(pids=pids)
-
-
 class Begun(pl.Callback):
     """Tells of the first step."""
 
     def stepped(self, progress: pl.Progress) -> None:
         if progress.step == 1:
             say(begun=True)
-
-
-def say(**things: Any) -> None:
-    sys.stdout.write(json.dumps(things) + "\n")
-    sys.stdout.flush()
 
 
 def drive(address: str, workers: int, policy: str, folder: Path) -> None:
@@ -113,7 +96,8 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
         workers, address=address, cpus=1, timeout=TIMEOUT, start_timeout=60.0, respawns=10**6
     )
     ended = threading.Event()
-    threading.Thread(target=tell_pids, args=(engine, ended), daemon=True).start()
+    # At once: until it has its share of a core, a new worker takes a whole one.
+    threading.Thread(target=say_pids, args=(engine, ended, 0.02), daemon=True).start()
     with engine:
         for line in sys.stdin:
             order = json.loads(line)
@@ -123,7 +107,6 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
                 seed=order["seed"], journal=journal, checkpoints=saves,
                 min_workers=order["least"],
             ).fit(seconds=order["seconds"])  # fmt: skip
-            assert pl.replay(run.policy, run.journal) == run.journal, "the journal does not replay"
             exactly_once(run)
             say(
                 done=run.reason,
@@ -131,22 +114,9 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
                 samples=run.meter.samples_used,
                 worker_seconds=run.meter.worker_seconds,
                 seconds=run.meter.now,  # to the end, and not to the last step alone
-                memory=_memory(),
+                memory=resident(),
             )
     ended.set()
-
-
-def exactly_once(run: pl.Run) -> None:
-    place = 0
-    for stretch in run.samples():
-        assert stretch.draw == place, f"sample {place} is missing or doubled"
-        place += stretch.samples
-
-
-def _memory() -> float:
-    """Return the megabytes that this process has."""
-    status = Path("/proc/self/status").read_text()
-    return float(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -322,55 +292,6 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
 # --- both ----------------------------------------------------------------------------------------
 
 
-class Driver:
-    """The driver's process, and the lines that it says."""
-
-    def __init__(self, hosts: Hosts, address: str, workers: int, policy: str, folder: Path) -> None:
-        paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
-        command = [sys.executable, __file__, "--drive", address, "--workers", str(workers)]
-        pipe = subprocess.PIPE
-        self._log = open(folder / "driver.log", "w+")  # noqa: SIM115
-        self.process = hosts.popen(
-            0, [*command, "--policy", policy, "--folder", str(folder)],
-            env={"PYTHONPATH": os.pathsep.join(paths)}, stdin=pipe, stdout=pipe,
-            stderr=self._log, text=True,
-        )  # fmt: skip
-        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout or ():
-            if line.startswith("{"):
-                self._lines.put(json.loads(line))
-        self._lines.put({"gone": True})
-
-    def order(self, **things: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(things) + "\n")
-        self.process.stdin.flush()
-
-    def heard(self, seconds: float) -> dict[str, Any]:
-        """Return the next that it says, or nothing."""
-        try:
-            said = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return {}
-        if "gone" in said:
-            self._log.seek(0)
-            raise RuntimeError(f"the driver has ended:\n{self._log.read()[-4000:]}")
-        return said
-
-    def losses(self) -> Counter[str]:
-        """Count what the driver said of workers that were lost."""
-        self._log.flush()
-        text = Path(self._log.name).read_text()
-        return Counter(
-            " ".join(word for word in line.split(" is lost: ")[1].split() if word.isalpha())
-            for line in text.splitlines()
-            if " is lost: " in line
-        )
-
-
 def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) -> dict[str, Any]:
     """Train for a while; with faults if `every` is finite."""
     fleet.heal()
@@ -436,7 +357,8 @@ def measure(
         address = place.start_ray(cpus=EACH, object_store=100_000_000)
         fleet = Fleet(place, workers, 0, folder)
         leave.callback(fleet.close)
-        driver = Driver(place, address, workers, policy, folder)
+        options = ["--drive", address, "--workers", str(workers), "--policy", policy]
+        driver = Driver(place, __file__, [*options, "--folder", str(folder)], folder)
         turn(driver, fleet, min(5.0, seconds / 2), float("inf"), 0)  # to warm up
         for number in range(1, turns + 1):
             for faulty in (False, True):

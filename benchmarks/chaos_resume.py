@@ -28,20 +28,24 @@ from typing import Any
 import numpy as np
 
 import paceline as pl
-from paceline.checkpoint import read
 from paceline.core.journal import read_entries, read_header
-from paceline.engines.ray.cluster import connect
-from paceline.testing.storms.serial import History, serial
-from paceline.testing.storms.storm import check_samples
+from paceline.engines.ray.cluster.join import connect
+from paceline.training.checkpoint import read
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.storms.serial import History, serial
+from tests.storms.storm import check_samples
 
 EVERY = 10
 WAIT = 60.0  # seconds, for anything that has to happen
 POLICIES = {"sync": pl.sync(), "k_sync": pl.k_sync(1)}
 
 
-def learner() -> pl.Quadratic:
+def learner() -> pl.learners.Quadratic:
     """A model of 800 kB, so that writing it takes a while."""
-    return pl.Quadratic(tuple(np.linspace(1, 0.1, 100_000)), noise=0.1, lr=0.05, batch_size=8)
+    return pl.learners.Quadratic(
+        tuple(np.linspace(1, 0.1, 100_000)), noise=0.1, lr=0.05, batch_size=8
+    )
 
 
 # --- the process that is killed ------------------------------------------------------------------
@@ -206,8 +210,7 @@ def _history(path: Path, folder: Path) -> History:
     """Do a life again from its journal."""
     header, server = read_header(path), learner().server()
     if header.state is not None:
-        version = int(header.state["ledger"]["fields"]["version"]["value"])
-        server.load(read(pl.Checkpoints(folder / "saved").folder(version)).server)
+        server.load(read(pl.Checkpoints(folder / "saved").folder(header.version)).server)
     return serial(header, list(read_entries(path)), learner(), server, seed=0)
 
 

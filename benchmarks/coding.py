@@ -444,7 +444,7 @@ def iterations(quick: bool) -> tuple[dict[str, Any], bool]:
         choices = tuned(profile, n, rules, 100 if quick else 1000)
         rows, by_kind = [], {}
         for kind, (expected, (d, m)) in choices.items():
-            policy = pl.sync() if d == 1 else pl.Coded(code_of(kind, n, d, m))
+            policy = pl.sync() if d == 1 else pl.policies.Coded(code_of(kind, n, d, m))
             extra = arithmetic(kind, n, d, m, 3 if quick else 7)
             engine = pl.Simulator(n, Way(profile, d, m))
             by_kind[kind] = [
@@ -507,13 +507,13 @@ HOSTS, RAY_WORKERS, RATE = 4, 8, 100e6
 INPUTS, CLASSES, WARM_UP = 784, 10, 2
 
 
-def ray_arms() -> dict[str, pl.Coded | pl.Gather]:
+def ray_arms() -> dict[str, pl.policies.Coded | pl.policies.Gather]:
     n = RAY_WORKERS
     return {
         "sync": pl.sync(),
-        "fractional repetition, d=2": pl.Coded(Grouped(n, repetition(2))),
-        "cyclic repetition, d=2": pl.Coded(cyclic(n, 2, 1)),
-        "Ye–Abbe placement, d=3, m=2": pl.Coded(cyclic(n, 3, 2)),
+        "fractional repetition, d=2": pl.policies.Coded(Grouped(n, repetition(2))),
+        "cyclic repetition, d=2": pl.policies.Coded(cyclic(n, 2, 1)),
+        "Ye–Abbe placement, d=3, m=2": pl.policies.Coded(cyclic(n, 3, 2)),
         "ours, d=2, m=2": pl.coded(stragglers=0, messages=2),
         "ours, d=3, m=2": pl.coded(stragglers=1, messages=2),
         "ours, d=4, m=3": pl.coded(stragglers=1, messages=3),

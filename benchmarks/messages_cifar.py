@@ -31,7 +31,7 @@ BOUNDS = {"points": 2.0, "bytes_saved": 0.9, "no_communication_sorted": 30.0}
 METHODS = (
     *(REFERENCE, CONTROL, "EventGraD, horizon 1", "ours, int8, at every step", "ours, int8"),
     "ours, top 10 % + int8",
-    *("CHOCO, top 10 %", DENSE, "a main node, top 1 % + int8, feedback"),
+    *("CHOCO, top 10 %", DENSE, "a central coordinator, top 1 % + int8, feedback"),
     "DiLoCo, 10 local steps, int8",
 )
 # Some 0.15 s of a core for a step, so that 60 runs take some 40 minutes of two cores.

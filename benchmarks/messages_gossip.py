@@ -1,4 +1,4 @@
-"""Accuracy against bytes without a main node: 8 nodes in a ring, and a main node beside them.
+"""Accuracy against bytes, decentralized: 8 nodes in a ring, and a central coordinator beside them.
 
 Training in simulated time with real arithmetic, each node at its own pace (0.9 s and an exponential
 tenth for a step), of an MLP on handwritten digits (`--quick`) or on Fashion-MNIST. Accuracy is that
@@ -25,11 +25,12 @@ import paceline as pl
 from _report import Lines, told
 from messages_star import AVERAGE, NESTEROV, Task, digits, fashion, pool
 from paceline.codecs.base import Codec
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
+from paceline.gossip.metrics import GossipMeter
 from paceline.learners.optimize import MakeOptimizer
 
 NODES = 8
-REFERENCE, DENSE = "D-PSGD", "a main node, dense"
+REFERENCE, DENSE = "D-PSGD", "a central coordinator, dense"
 BOUNDS = {"points": 0.5, "bytes_saved": 0.9, "bytes_saved_top_k": 0.97, "bytes_saved_sorted": 0.6}
 CONTROL = "no communication"
 
@@ -40,7 +41,7 @@ class Method:
 
     policy: Policy = field(default_factory=pl.sync)
     codec: Codec | None = None
-    down: Codec | None = None
+    model_codec: Codec | None = None
     outer: MakeOptimizer | None = None
     momentum: float = 0.9
     lr: float = 1.0  # times that of the dense method
@@ -51,27 +52,36 @@ def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, 
 
     scales: of the trigger's threshold, with int8 and with top 10 % + int8.
     """
-    ring, difference, change, top = pl.ring(NODES), pl.Difference, pl.OnChange, pl.TopK
-    gossip = partial(pl.Gossip, ring)
+    ring, difference, change, top = (
+        pl.gossip.ring(NODES),
+        pl.gossip.Difference,
+        pl.gossip.OnChange,
+        pl.codecs.TopK,
+    )
+    gossip = partial(pl.gossip.Gossip, ring)
     return {
-        REFERENCE: Method(gossip(pl.Averaging())),
+        REFERENCE: Method(gossip(pl.gossip.Averaging())),
         CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
-        "EventGraD, horizon 1": Method(gossip(pl.Averaging(), pl.EventGrad(1.0))),
-        "ours, int8, at every step": Method(gossip(difference(1.0)), pl.Int8()),
-        "ours, int8": Method(gossip(difference(1.0), change(scales[0], every=100)), pl.Int8()),
+        "EventGraD, horizon 1": Method(gossip(pl.gossip.Averaging(), pl.gossip.EventGrad(1.0))),
+        "ours, int8, at every step": Method(gossip(difference(1.0)), pl.codecs.Int8()),
+        "ours, int8": Method(
+            gossip(difference(1.0), change(scales[0], every=100)), pl.codecs.Int8()
+        ),
         "ours, top 10 % + int8": Method(
-            gossip(difference(0.4), change(scales[1], every=100)), pl.Chain(top(0.1), pl.Int8())
+            gossip(difference(0.4), change(scales[1], every=100)),
+            pl.codecs.Chain(top(0.1), pl.codecs.Int8()),
         ),
         "CHOCO, top 10 %": Method(gossip(difference(0.4)), top(0.1)),
         "SPARQ, top 10 %, 5 local steps": Method(
             gossip(difference(0.4), change(1.0), local_steps=5), top(0.1)
         ),
         DENSE: Method(),
-        "a main node, top 1 % + int8, feedback": Method(
-            codec=pl.Feedback(pl.Chain(top(0.01), pl.Int8())), down=top(0.1), momentum=0.0, lr=8.0
+        "a central coordinator, top 1 % + int8, feedback": Method(
+            codec=pl.codecs.Feedback(pl.codecs.Chain(top(0.01), pl.codecs.Int8())),
+            model_codec=top(0.1), momentum=0.0, lr=8.0,
         ),
         "DiLoCo, 10 local steps, int8": Method(
-            pl.local_sgd(10), pl.Int8(), pl.Int8(), NESTEROV
+            pl.local_sgd(10), pl.codecs.Int8(), pl.codecs.Int8(), NESTEROV
         ),
     }  # fmt: skip
 
@@ -93,21 +103,23 @@ def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, 
         pl.partition.stratified(task.labels, NODES, seed=seed)
     )  # fmt: skip
     made = pl.Trainer(
-        learner, method.policy, pl.Simulator(NODES, pl.ShiftedExponential(0.9, 0.1)), seed=seed,
-        progress=False, codec=method.codec, down=method.down,
-        placement=pl.Placed(parts, move=False),
+        learner, method.policy, pl.Simulator(NODES, pl.delays.ShiftedExponential(0.9, 0.1)),
+        seed=seed, progress=False, codec=method.codec, model_codec=method.model_codec,
+        placement=pl.policies.Placed(parts, move=False),
     )  # fmt: skip
-    work = getattr(method.policy, "work", None)
-    result = made.fit(steps=max(task.steps // (work.steps if work is not None else 1), 1))
+    local = max((work.steps for work in method.policy.works()), default=1)
+    result = made.fit(steps=max(task.steps // local, 1))
     each = [task.accuracy(model) for model in result.models.values()]
-    sent, letters = result.meter.up_bytes, float(result.meter.tensors_sent)
-    if result.swarm is None:
+    sent = result.meter.up_bytes
+    if isinstance(result.meter, GossipMeter):
+        messages = float(result.meter.tensors_sent)
+    else:
         tensors = sum(1 for p in task.model().parameters())
         sent += result.meter.down_bytes
-        letters = float(2 * result.meter.started * tensors)
+        messages = float(2 * result.meter.started * tensors)
     return {
         "mean model": task.accuracy(result.model), "mean": statistics.mean(each),
-        "worst": min(each), "bytes": float(sent), "letters": letters,
+        "worst": min(each), "bytes": float(sent), "messages": messages,
     }  # fmt: skip
 
 
@@ -133,7 +145,7 @@ def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]
             for kind, each in figures[name].items():
                 reference = figures[REFERENCE][kind]
                 each["saved"] = round(1 - each["bytes"] / reference["bytes"], 4)
-                each["messages_saved"] = round(1 - each["letters"] / reference["letters"], 4)
+                each["messages_saved"] = round(1 - each["messages"] / reference["messages"], 4)
             cells = [
                 told([one[key] for one in found[kind]])
                 for kind in ("mixed", "sorted")

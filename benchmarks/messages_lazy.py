@@ -20,10 +20,10 @@ from paceline.core.protocol import Finished
 WORKERS, ROWS, SIZE = 8, 64, 50
 BOUNDS = {"lag_sent": 0.25, "ef21_over_feedback": 0.1, "feedback_over_ef21_sampled": 0.2}
 METHODS: dict[str, Codec] = {
-    "all": pl.Lazy(),
-    "LAG": pl.Lazy(pl.Lag(workers=1)),
-    "EF21, top 10 %": pl.Lazy(codec=pl.TopK(0.1)),
-    "top 10 %, feedback": pl.Feedback(pl.TopK(0.1)),
+    "all": pl.codecs.Lazy(),
+    "LAG": pl.codecs.Lazy(pl.codecs.Lag(workers=1)),
+    "EF21, top 10 %": pl.codecs.Lazy(codec=pl.codecs.TopK(0.1)),
+    "top 10 %, feedback": pl.codecs.Feedback(pl.codecs.TopK(0.1)),
 }
 
 
@@ -34,12 +34,14 @@ def run(codec: Codec, batch: int, rate: float, steps: int, seed: int) -> tuple[f
     rows = scales * rng.standard_normal((WORKERS * ROWS, SIZE))
     targets = rows @ rng.standard_normal(SIZE) + 0.1 * rng.standard_normal(len(rows))
     lr = rate / np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
-    placement = pl.Placed(
-        pl.partition.Partition(np.arange(len(rows)) // ROWS), move=False, most=batch // WORKERS
+    placement = pl.policies.Placed(
+        pl.partition.Partition(np.arange(len(rows)) // ROWS),
+        move=False,
+        max_samples=batch // WORKERS,
     )
     done = pl.Trainer(
-        pl.LeastSquares(rows, targets, lr=lr, batch_size=batch),
-        *(pl.sync(), pl.Simulator(WORKERS, pl.Fixed(1.0))),
+        pl.learners.LeastSquares(rows, targets, lr=lr, batch_size=batch),
+        *(pl.sync(), pl.Simulator(WORKERS, pl.delays.Fixed(1.0))),
         placement=placement,
         codec=codec,
         progress=False,

@@ -7,10 +7,10 @@ on Fashion-MNIST, batches of 4 x 128. All arms run on the same hosts and take tu
 How often a method must step is found out beforehand, on the simulator, which computes the same
 bits (but for int8 in the slices of several servers): it steps until the test images are told as
 well as they should be. Then as many steps are timed on the hosts, where nobody looks at the model,
-which would cost network time of its own; what came of it is tested afterwards. Without a main node
-letters come late, so that more steps are needed on the hosts: runs half as long again, until one is
-as good as it should be. For DistributedDataParallel somebody looks after each step, with the clock
-stopped.
+which would cost network time of its own; what came of it is tested afterwards. In a decentralized
+run messages come late, so that more steps are needed on the hosts: runs half as long again, until
+one is as good as it should be. For DistributedDataParallel somebody looks after each step, with the
+clock stopped.
 
 Learning rates are the best of a grid for each method, `--tune`. Needs root, `ip`, a C compiler.
 
@@ -44,7 +44,7 @@ from _fashion import accuracy, loss, vectors
 from _report import finish, machine, parser, table
 from messages_star import NESTEROV
 from paceline.codecs.base import Codec
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
 from paceline.data.sampling import Stream
 from paceline.testing.hosts import Hosts, missing
 
@@ -63,15 +63,17 @@ class Arm:
     momentum: float = 0.0
     policy: Policy | None = field(default_factory=pl.sync)
     codec: Codec | None = None
-    down: Codec | None = None
+    model_codec: Codec | None = None
     outer: Any = None
     servers: Any = None
     rank: int | None = None  # of PowerSGD
     once: bool = False  # for the first seed alone, as it takes minutes
 
 
-FEW = pl.Feedback(pl.Chain(pl.TopK(0.01), pl.Int8()))
-NEWS = pl.Gossip(pl.ring(HOSTS), pl.Difference(0.5), pl.OnChange(0.1, every=50))
+FEW = pl.codecs.Feedback(pl.codecs.Chain(pl.codecs.TopK(0.01), pl.codecs.Int8()))
+NEWS = pl.gossip.Gossip(
+    pl.gossip.ring(HOSTS), pl.gossip.Difference(0.5), pl.gossip.OnChange(0.1, every=50)
+)
 ARMS = {
     "DDP": Arm(0.1, 0.9, None),
     "DDP, PowerSGD rank 4": Arm(0.05, 0.9, None, rank=4),
@@ -79,13 +81,19 @@ ARMS = {
     "sync": Arm(0.1, 0.9),
     # The steps of 4 x 1 % of the numbers change at most 4 %, so that 5 % down leave nothing out;
     # momentum would change all of them.
-    "top 1 % + int8 up, 5 % down": Arm(0.4, codec=FEW, down=pl.TopK(0.05)),
-    "DGC 1 % up, 5 % down": Arm(0.2, codec=pl.DeepGradient(0.01), down=pl.TopK(0.05)),
-    "gossip, top 10 % + int8": Arm(0.1, 0.9, NEWS, pl.Chain(pl.TopK(0.1), pl.Int8())),
+    "top 1 % + int8 up, 5 % down": Arm(0.4, codec=FEW, model_codec=pl.codecs.TopK(0.05)),
+    "DGC 1 % up, 5 % down": Arm(
+        0.2, codec=pl.codecs.DeepGradient(0.01), model_codec=pl.codecs.TopK(0.05)
+    ),
+    "gossip, top 10 % + int8": Arm(
+        0.1, 0.9, NEWS, pl.codecs.Chain(pl.codecs.TopK(0.1), pl.codecs.Int8())
+    ),
     "DiLoCo, 20 local steps": Arm(0.05, 0.9, pl.local_sgd(20), outer=NESTEROV),
     # The slices of results are below 100 KB then, which Ray sends by way of the driver's host.
-    "DiLoCo, int8 up": Arm(0.05, 0.9, pl.local_sgd(20), pl.Int8(), outer=NESTEROV),
-    "DiLoCo, int8 up and down": Arm(0.05, 0.9, pl.local_sgd(20), pl.Int8(), pl.Int8(), NESTEROV),
+    "DiLoCo, int8 up": Arm(0.05, 0.9, pl.local_sgd(20), pl.codecs.Int8(), outer=NESTEROV),
+    "DiLoCo, int8 up and down": Arm(
+        0.05, 0.9, pl.local_sgd(20), pl.codecs.Int8(), pl.codecs.Int8(), NESTEROV
+    ),
 }
 QUICK = ("DDP", "top 1 % + int8 up, 5 % down", "DiLoCo, 20 local steps")
 GRID = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
@@ -110,7 +118,7 @@ def trainer(arm: Arm, engine: Any, seed: int, *callbacks: pl.Callback) -> pl.Tra
     assert arm.policy is not None
     return pl.Trainer(
         make_learner(arm, seed), arm.policy, engine, seed=seed, progress=False,
-        callbacks=callbacks, codec=arm.codec, down=arm.down,
+        callbacks=callbacks, codec=arm.codec, model_codec=arm.model_codec,
     )  # fmt: skip
 
 
@@ -125,8 +133,8 @@ def rehearse(name: str, seed: int, target: float, hosts: int, lr: float | None =
             reached.append(progress.step)
         return bool(reached)
 
-    work = getattr(arm.policy, "work", None)
-    most = MOST // (work.steps if work is not None else 1)
+    works = () if arm.policy is None else arm.policy.works()
+    most = MOST // max((work.steps for work in works), default=1)
     trainer(arm, pl.Simulator(hosts), seed).fit(steps=most, until=until)
     return reached[0] if reached else 0
 
@@ -245,8 +253,8 @@ def drive(address: str, names: list[str], seeds: list[int], target: float) -> No
                 engine.servers = arm.servers
                 run = trainer(arm, engine, seed, Marks(steps)).fit(steps=steps)
                 right = accuracy(run.model, data(True))
-                while isinstance(arm.policy, pl.Gossip) and right < target and steps < MOST:
-                    steps = min(3 * steps // 2, MOST)  # its letters come late here
+                while isinstance(arm.policy, pl.gossip.Gossip) and right < target and steps < MOST:
+                    steps = min(3 * steps // 2, MOST)  # its messages come late here
                     run = trainer(arm, engine, seed, Marks(steps)).fit(steps=steps)
                     right = accuracy(run.model, data(True))
                 tell(arm=name, seconds=run.seconds, steps=steps, all=right, counted=steps - 1)

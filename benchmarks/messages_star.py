@@ -30,7 +30,7 @@ import paceline as pl
 from _fashion import accuracy, loss, vectors
 from _report import Lines, machine, told
 from paceline.codecs.base import Codec
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
 from paceline.learners.optimize import MakeOptimizer
 from paceline.learners.torch import Loss
 
@@ -56,27 +56,27 @@ class Method:
 
 def methods(steps: int) -> dict[str, Method]:
     """Return all methods, for runs of so many steps of everyone."""
-    ef, top = pl.Feedback, pl.TopK
-    few = ef(pl.Chain(top(0.01), pl.Int8()))
+    ef, top = pl.codecs.Feedback, pl.codecs.TopK
+    few = ef(pl.codecs.Chain(top(0.01), pl.codecs.Int8()))
     return {
         "dense": Method(),
         "no communication": Method(None, pl.local_sgd(steps), AVERAGE),
-        "bfloat16": Method(pl.BFloat16()),
-        "int8": Method(pl.Int8()),
-        "sign, feedback": Method(ef(pl.Sign())),
+        "bfloat16": Method(pl.codecs.BFloat16()),
+        "int8": Method(pl.codecs.Int8()),
+        "sign, feedback": Method(ef(pl.codecs.Sign())),
         "top 10 %, feedback": Method(ef(top(0.1))),
         "top 1 %, feedback": Method(ef(top(0.01))),
         "top 1 %, no feedback": Method(top(0.01)),
         "top 1 % + int8, feedback": Method(few),
         "top 1 % + int8, no momentum": Method(few, momentum=0.0, lr=8.0),
-        "DGC, top 1 %": Method(pl.DeepGradient(0.01), momentum=0.0),
+        "DGC, top 1 %": Method(pl.codecs.DeepGradient(0.01), momentum=0.0),
         "k_sync(6), top 1 %, feedback": Method(ef(top(0.01)), pl.k_sync(6)),
         "local SGD, 10 steps": Method(None, pl.local_sgd(10), AVERAGE),
         "the same, top 10 %, feedback, 6 of 8": Method(
             ef(top(0.1)), pl.local_sgd(10, k=6), AVERAGE
         ),
         "DiLoCo, 10 local steps": Method(None, pl.local_sgd(10), NESTEROV),
-        "DiLoCo, 10 local steps, int8": Method(pl.Int8(), pl.local_sgd(10), NESTEROV),
+        "DiLoCo, 10 local steps, int8": Method(pl.codecs.Int8(), pl.local_sgd(10), NESTEROV),
     }
 
 
@@ -92,7 +92,7 @@ class Task:
     lr: float
     batch: int
     steps: int
-    scales: tuple[float, float] = (0.05, 0.2)  # of thresholds without a main node
+    scales: tuple[float, float] = (0.05, 0.2)  # of thresholds in decentralized runs
 
 
 def perceptron(width: int) -> nn.Module:
@@ -129,13 +129,12 @@ def run(task: Task, method: Method, sorted_by_label: bool, seed: int) -> dict[st
     parts = pl.partition.by_label(task.labels, WORKERS) if sorted_by_label else (
         pl.partition.stratified(task.labels, WORKERS, seed=seed)
     )  # fmt: skip
-    engine = pl.Simulator(WORKERS, pl.ShiftedExponential(0.9, 0.1))
+    engine = pl.Simulator(WORKERS, pl.delays.ShiftedExponential(0.9, 0.1))
     trainer = pl.Trainer(
         learner, method.policy, engine, seed=seed, progress=False, codec=method.codec,
-        placement=pl.Placed(parts, move=False),
+        placement=pl.policies.Placed(parts, move=False),
     )  # fmt: skip
-    work = getattr(method.policy, "work", None)
-    local = work.steps if work is not None else 1
+    local = max((work.steps for work in method.policy.works()), default=1)
     result = trainer.fit(steps=max(task.steps // local, 1))
     return {"accuracy": task.accuracy(result.model), "bytes": float(result.meter.up_bytes)}
 
@@ -198,15 +197,19 @@ def tune(make: Callable[[], Task], names: Sequence[str], seeds: Sequence[int]) -
 
 
 LATE: dict[str, Codec | None] = {
-    "top 1 %, given back": pl.Feedback(pl.TopK(0.01)),
-    "top 1 %, lost": pl.Feedback(pl.TopK(0.01), refunds=False),
+    "top 1 %, given back": pl.codecs.Feedback(pl.codecs.TopK(0.01)),
+    "top 1 %, lost": pl.codecs.Feedback(pl.codecs.TopK(0.01), refunds=False),
     "dense": None,
 }
 
 
 def late(make: Callable[[], Task], name: str, seed: int) -> float:
     """Train with 37 % of the results too late; return the training loss."""
-    task, quick, slow = make(), pl.ShiftedExponential(0.5, 0.5), pl.ShiftedExponential(2.0, 2.0)
+    task, quick, slow = (
+        make(),
+        pl.delays.ShiftedExponential(0.5, 0.5),
+        pl.delays.ShiftedExponential(2.0, 2.0),
+    )
     assert isinstance(task.train, TensorDataset)
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=0.05)

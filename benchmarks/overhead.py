@@ -38,7 +38,7 @@ import paceline as pl
 from _fashion import loss
 from _report import OtherLoad, finish, machine, parser, quantile, table
 from paceline.core.protocol import Command, Step, WorkerId
-from paceline.engines.ray.cluster import connect
+from paceline.engines.ray.cluster.join import connect
 from paceline.engines.ray.reducer import DriverReducer
 
 WORKERS, SHARE, CPUS = 8, 16, 0.05
@@ -205,7 +205,7 @@ class Stopwatch:
 
 
 METHODS: dict[tuple[type, str], str] = {
-    (pl.Coordinator, "handle"): "decide",
+    (pl.protocol.Coordinator, "handle"): "decide",
     (DriverReducer, "publish"): "publish",
     (DriverReducer, "step"): "reduce",
     (pl.Ray, "_ship"): "submit",

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from examples.fashion_mnist import fashion_mnist
 
 import placement_guard
 from _report import finish, machine, parser, table
 from paceline.data import partition as cut
-from paceline.data.idx import fashion_mnist
 
 BOUNDS = {"seconds_60k": 1.0, "seconds_1m": 10.0, "growth": 1.35, "stream_over_stratified": 1 / 1.5}
 SHARES: dict[str, Sequence[float]] = {

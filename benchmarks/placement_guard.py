@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from examples.fashion_mnist import fashion_mnist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
 from _fashion import pixel_loss
 from _report import finish, machine, parser, table, told
-from paceline.core.protocol import Policy
-from paceline.data.idx import fashion_mnist
+from paceline.core.policy import Policy
 from paceline.data.partition.base import Partition
 
 WORKERS, SLOWDOWN, SLOW_CLASS = 10, 10.0, 8  # bags: a class that nobody takes for another
@@ -32,15 +32,17 @@ def make_model(hidden: int = 64) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def methods(shards: Partition, tiles: Partition) -> dict[str, tuple[Policy, pl.Placed | None]]:
-    stay = partial(pl.Placed, shards, move=False)
+def methods(
+    shards: Partition, tiles: Partition
+) -> dict[str, tuple[Policy, pl.policies.Placed | None]]:
+    stay = partial(pl.policies.Placed, shards, move=False)
     return {
         "sync, equal tasks": (pl.sync(), stay(bound=None)),
         "sync, tasks by speed": (pl.sync(), stay()),
         "k_sync(9), no guard": (pl.k_sync(9), stay(bound=None)),
         "k_sync(9), guard": (pl.k_sync(9), stay()),
         "k_sync(9), guard, bound 8": (pl.k_sync(9), stay(bound=8.0)),
-        "k_sync(9), mixed tiles that move": (pl.k_sync(9), pl.Placed(tiles)),
+        "k_sync(9), mixed tiles that move": (pl.k_sync(9), pl.policies.Placed(tiles)),
         "k_sync(9), shared data": (pl.k_sync(9), None),
     }
 
@@ -57,8 +59,8 @@ def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     tiles = Partition(np.arange(len(labels)) % 80)
     sgd = partial(torch.optim.SGD, lr=0.1)
     learner = pl.TorchLearner(make_model(), pixel_loss, sgd, TensorDataset(images, labels), 320)
-    delay = pl.ShiftedExponential(0.8, 0.2)
-    delays = [*[delay] * (WORKERS - 1), pl.Scaled(delay, SLOWDOWN)]
+    delay = pl.delays.ShiftedExponential(0.8, 0.2)
+    delays = [*[delay] * (WORKERS - 1), pl.delays.Scaled(delay, SLOWDOWN)]
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         for name, (policy, placement) in methods(shards, tiles).items():

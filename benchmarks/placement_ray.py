@@ -19,8 +19,9 @@ from torch import nn
 import paceline as pl
 from _fashion import images, pixel_loss
 from _report import finish, machine, parser, table
-from paceline.core.protocol import Finished, Policy, Start
-from paceline.policies.placement import Placement
+from paceline.core.policy import Policy
+from paceline.core.protocol import Finished, Start
+from paceline.policies.placement.base import Placement
 from paceline.testing import SlowWorkers
 
 SPEEDS = (1, 1, 2, 2, 4, 4, 4, 4)

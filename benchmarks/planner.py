@@ -36,13 +36,13 @@ import planner_rates
 import planner_ray
 from _report import OtherLoad, finish, machine, parser, plotting, table
 from paceline.delays.models import Delay
-from paceline.planner.asynchrony import Asynchrony
-from paceline.planner.kernels import Kernel, erlang, exponential, fixed, uniform
-from paceline.planner.quadratic import Modes, descend
-from paceline.planner.responses import kernel_of
+from paceline.planner.forecast.quadratic import Modes, descend
+from paceline.planner.forecast.timeline import Timeline
 from paceline.planner.search import Look
-from paceline.planner.timeline import Timeline
-from paceline.planner.workers import best_workers
+from paceline.planner.theory.asynchrony import Asynchrony
+from paceline.planner.theory.kernels import Kernel, erlang, exponential, fixed, uniform
+from paceline.planner.theory.responses import kernel_of
+from tests.oracles.workers import best_workers
 
 RATE, STEEP, FLAT = 0.02, 1.0, 0.1
 MOST = 90
@@ -87,22 +87,22 @@ class Underway:
         return float(rng.random()) * seconds
 
 
-HEAVY = pl.LogNormal(math.exp(-0.5), 1.0)
+HEAVY = pl.delays.LogNormal(math.exp(-0.5), 1.0)
 LAWS: dict[str, tuple[Delay, Kernel]] = {
-    "fixed": (pl.Fixed(1.0), fixed(1.0)),
+    "fixed": (pl.delays.Fixed(1.0), fixed(1.0)),
     "uniform 0.5-1.5": (Even(0.5, 1.5), uniform(0.5, 1.5)),
-    "erlang 4": (pl.Erlang(4, 1.0), erlang(4, 1.0)),
-    "exponential": (pl.Exponential(1.0), exponential(1.0)),
+    "erlang 4": (pl.delays.Erlang(4, 1.0), erlang(4, 1.0)),
+    "exponential": (pl.delays.Exponential(1.0), exponential(1.0)),
     "lognormal 1": (
-        pl.LogNormal(math.exp(-0.5), 1.0),
-        kernel_of(pl.LogNormal(math.exp(-0.5), 1.0)),
+        pl.delays.LogNormal(math.exp(-0.5), 1.0),
+        kernel_of(pl.delays.LogNormal(math.exp(-0.5), 1.0)),
     ),
 }
 
 
 def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float:
     """Return how fast the slower of both modes decays, per second, from its second quarter on."""
-    each = pl.WorkerProfile(Underway(law))
+    each = pl.planner.WorkerProfile(Underway(law))
     profile = pl.Profile({f"w{i}": each for i in range(workers)}, 1)
     timeline = Timeline(pl.asynchronous(damping=False), profile, seed)
     timeline.reach(10**9, seconds)
@@ -227,13 +227,13 @@ class Fleet:
 
     text: str
     delays: Sequence[Delay]
-    links: Sequence[pl.Link]
+    links: Sequence[pl.delays.Link]
 
     def engine(self) -> pl.Simulator:
         return pl.Simulator(len(self.delays), self.delays, self.links, unit=1)
 
 
-LEARNER = pl.Quadratic(
+LEARNER = pl.learners.Quadratic(
     tuple(np.geomspace(1.0, 0.03, 96).tolist()), noise=0.5, batch_size=48
 )  # fmt: skip
 TARGET = 0.04 * LEARNER.loss(np.ones(96))
@@ -250,7 +250,7 @@ def fleet(seed: int) -> Fleet:
     delays = [_law(law, float(mean)) for mean in means]
     way = float(np.exp(rng.uniform(math.log(0.01), math.log(2.0))))  # seconds, of a message
     speed = LEARNER.message_bytes / way
-    links = [pl.Link(0.01, 2 * speed, speed) for _ in range(n)]
+    links = [pl.delays.Link(0.01, 2 * speed, speed) for _ in range(n)]
     text = f"{n} {law}, slowest {max(means) / min(means):.1f}x, message {way:.2f} s"
     return Fleet(text, delays, links)
 
@@ -258,14 +258,14 @@ def fleet(seed: int) -> Fleet:
 def _law(name: str, mean: float) -> Delay:
     match name:
         case "shifted":
-            return pl.ShiftedExponential(0.7 * mean, 0.3 * mean)
+            return pl.delays.ShiftedExponential(0.7 * mean, 0.3 * mean)
         case "exponential":
-            return pl.Exponential(mean)
+            return pl.delays.Exponential(mean)
         case "lognormal":
-            return pl.LogNormal(mean * math.exp(-0.32), 0.8)
+            return pl.delays.LogNormal(mean * math.exp(-0.32), 0.8)
         case "erlang":
-            return pl.Erlang(4, mean)
-    return pl.Pareto(mean * 1.5 / 2.5, 2.5)
+            return pl.delays.Erlang(4, mean)
+    return pl.delays.Pareto(mean * 1.5 / 2.5, 2.5)
 
 
 def taken(look: Look, on: Fleet, seeds: Sequence[int], limit: float) -> float:

@@ -31,15 +31,15 @@ import paceline as pl
 from _fashion import images, loss
 from _report import table
 from paceline.delays.models import Delay
-from paceline.planner.asynchrony import largest_rate
-from paceline.planner.curvature import measure_curvature
+from paceline.planner.measure.curvature import measure_curvature
+from paceline.planner.theory.asynchrony import max_stable_lr
 
 WORKERS, SHARE = 8, 256  # samples of each result
 FACTOR = 1.5
 STEPS, RISEN = 300, 1.1
 LAWS: dict[str, Delay] = {
-    "nearly fixed": pl.ShiftedExponential(0.9, 0.1),
-    "Erlang 4": pl.Erlang(4, 1.0),
+    "nearly fixed": pl.delays.ShiftedExponential(0.9, 0.1),
+    "Erlang 4": pl.delays.Erlang(4, 1.0),
 }
 FIRST = "the first model"
 
@@ -136,7 +136,7 @@ def measure(quick: bool) -> tuple[dict[str, Any], bool]:
         model = trained(data, steps, lr)
         curvature = measure_curvature(learner(model, data, 0.1), samples=2048, steps=20)
         for law_name, law in laws.items():
-            limit = largest_rate(law, WORKERS, curvature.top)
+            limit = max_stable_lr(law, WORKERS, curvature.top)
             fact = measured(model, data, limit, law, curvature.loss, seed=0)
             ratio = fact / limit
             if name != FIRST:

@@ -26,7 +26,7 @@ from torch import nn
 import paceline as pl
 from _fashion import images, pixel_loss
 from _report import machine, table
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
 from paceline.testing import Throttle
 
 SPEEDS = (1, 1, 2, 2, 4, 4, 4, 4)
@@ -39,8 +39,8 @@ STALE = "ringmaster(8)"
 POLICIES: dict[str, Policy] = {
     "sync()": pl.sync(),
     "k_sync(6)": pl.k_sync(6),
-    "Gather(placement=BySpeed())": pl.Gather(placement=pl.BySpeed()),
-    "Among(the four slow ones, sync())": pl.Among(SLOW, pl.sync()),
+    "Gather(placement=BySpeed())": pl.policies.Gather(placement=pl.BySpeed()),
+    "OnlyWorkers(the four slow ones, sync())": pl.policies.OnlyWorkers(SLOW, pl.sync()),
     STALE: pl.ringmaster(8),
 }
 

@@ -37,12 +37,14 @@ for entry in read_entries(sys.argv[1]):
 def write_journal(path: Path, policy: pl.Policy, steps: int) -> int:
     """Make a run, and return its number of entries."""
     delays: list[pl.Delay] = [
-        pl.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(WORKERS - 1)
+        pl.delays.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(WORKERS - 1)
     ]
-    delays.append(pl.Scaled(pl.ShiftedExponential(0.08, 0.02), 10))
-    leaves = [(100.0, pl.Left("w3")), (300.0, pl.Joined("w3"))]
+    delays.append(pl.delays.Scaled(pl.delays.ShiftedExponential(0.08, 0.02), 10))
+    leaves = [(100.0, pl.protocol.Left("w3")), (300.0, pl.protocol.Joined("w3"))]
     engine = pl.Simulator(WORKERS, delays, schedule=leaves)
-    learner = pl.Quadratic(tuple(1 / (1 + i) for i in range(20)), 2.0, lr=0.05, batch_size=1024)
+    learner = pl.learners.Quadratic(
+        tuple(1 / (1 + i) for i in range(20)), 2.0, lr=0.05, batch_size=1024
+    )
     prices = pl.Prices(per_hour=0.5, per_gigabyte=0.1)
     trainer = pl.Trainer(learner, policy, engine, journal=path, progress=False, prices=prices)
     return len(trainer.fit(steps=steps).journal)

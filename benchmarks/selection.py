@@ -35,17 +35,18 @@ import numpy as np
 import paceline as pl
 from _report import OtherLoad, finish, machine, parser, plotting, table, told
 from paceline.core.coordinator import drive
-from paceline.core.protocol import MAIN, Finished, Joined, Policy, Start, Step, Stepped
-from paceline.delays.orders import slowest
+from paceline.core.policy import Policy
+from paceline.core.protocol import MAIN, Finished, Joined, Start, Step, Stepped
 from paceline.engines.base import Job
+from tests.oracles.orders import slowest
 
 MEANS = [round(0.1 * i, 1) for i in range(1, 11)]
-INDICES: dict[str, pl.Index] = {
-    "KL": pl.KL(),
-    "KL, caution 3": pl.KL(caution=3),
-    "Thompson": pl.Thompson(),
-    "LCB": pl.LCB(),
-    "Greedy": pl.Greedy(),
+INDICES: dict[str, pl.selection.Index] = {
+    "KL": pl.selection.KL(),
+    "KL, caution 3": pl.selection.KL(caution=3),
+    "Thompson": pl.selection.Thompson(),
+    "LCB": pl.selection.LCB(),
+    "Greedy": pl.selection.Greedy(),
 }
 BOUNDS = {
     "S1_KL": 120.0,
@@ -71,11 +72,11 @@ def expected(chosen: tuple[str, ...]) -> float:
 
 def rounds_of(policy: Policy, rounds: int, batch: int, seed: int) -> Iterable[tuple[str, ...]]:
     """Yield the workers chosen in each round."""
-    learner = pl.Timing(batch)
-    engine = pl.Simulator(len(MEANS), [pl.Exponential(mean) for mean in MEANS], unit=1)
-    engine.open(Job(learner, learner.server(), seed=seed))
-    started = pl.MinWorkers(len(MEANS), pl.Until(policy, steps=rounds))
-    coordinator = pl.Coordinator(started, batch, pl.Journal(keep=False))
+    learner = pl.learners.TimingOnly(batch)
+    engine = pl.Simulator(len(MEANS), [pl.delays.Exponential(mean) for mean in MEANS], unit=1)
+    engine.open(Job(learner=learner, server=learner.server(), seed=seed))
+    started = pl.policies.MinWorkers(len(MEANS), pl.policies.Until(policy, steps=rounds))
+    coordinator = pl.protocol.Coordinator(started, batch, pl.Journal(keep=False))
     for _, entry in drive({MAIN: coordinator}, engine):
         chosen = [c.task.worker for c in entry.commands if isinstance(c, Start)]
         if chosen:
@@ -97,7 +98,7 @@ def regret_s1(name: str, rounds: int, seed: int) -> dict[int, float]:
 def overhead_s2(name: str, each: int, seed: int) -> float:
     """Return how much longer than with the best workers k = 1 to 5 take, as a share."""
     plan = {each * (k - 1): k for k in range(1, 6)}
-    policy = pl.bandit(pl.Schedule(plan), samples=1, index=INDICES[name], seed=seed)
+    policy = pl.bandit(pl.policies.Schedule(plan), samples=1, index=INDICES[name], seed=seed)
     taken = oracle = 0.0
     for chosen in rounds_of(policy, 5 * each, 1, seed):
         taken += expected(chosen)
@@ -123,12 +124,12 @@ class Changed:
 
 CHANGE = 200.0  # virtual seconds: some 1,800 rounds
 MEMORIES: dict[str, dict[str, Any]] = {
-    "KL": {"index": pl.KL()},
-    "KL, discount 0.97": {"index": pl.KL(), "discount": 0.97},
-    "KL(shape=4)": {"index": pl.KL(shape=4)},
-    "KL(shape=4), discount 0.97": {"index": pl.KL(shape=4), "discount": 0.97},
-    "Thompson, discount 0.97": {"index": pl.Thompson(), "discount": 0.97},
-    "KL(shape=4), window 60": {"index": pl.KL(shape=4), "window": 60},
+    "KL": {"index": pl.selection.KL()},
+    "KL, discount 0.97": {"index": pl.selection.KL(), "discount": 0.97},
+    "KL(shape=4)": {"index": pl.selection.KL(shape=4)},
+    "KL(shape=4), discount 0.97": {"index": pl.selection.KL(shape=4), "discount": 0.97},
+    "Thompson, discount 0.97": {"index": pl.selection.Thompson(), "discount": 0.97},
+    "KL(shape=4), window 60": {"index": pl.selection.KL(shape=4), "window": 60},
 }
 
 
@@ -139,11 +140,13 @@ def changing(name: str, seed: int) -> tuple[int, int | None]:
     of 20 rounds in a row go to them; None: not within 600 rounds.
     """
     delays = [*[Changed(0.1, 0.1, CHANGE)] * 3, *[Changed(0.4, 0.03, CHANGE)] * 3]
-    engine, learner = pl.Simulator(6, delays, unit=1), pl.Timing(3)
-    engine.open(Job(learner, learner.server(), seed=seed))
-    policy = pl.MinWorkers(6, pl.bandit(3, seed=seed, **MEMORIES[name]))
+    engine, learner = pl.Simulator(6, delays, unit=1), pl.learners.TimingOnly(3)
+    engine.open(Job(learner=learner, server=learner.server(), seed=seed))
+    policy = pl.policies.MinWorkers(6, pl.bandit(3, seed=seed, **MEMORIES[name]))
     before, after = 0, list[bool]()
-    for _, entry in drive({MAIN: pl.Coordinator(policy, 3, pl.Journal(keep=False))}, engine):
+    for _, entry in drive(
+        {MAIN: pl.protocol.Coordinator(policy, 3, pl.Journal(keep=False))}, engine
+    ):
         chosen = [c.task.worker in ("w3", "w4", "w5") for c in entry.commands
                   if isinstance(c, Start)]  # fmt: skip
         if chosen and entry.now < CHANGE:
@@ -164,7 +167,7 @@ def changing(name: str, seed: int) -> tuple[int, int | None]:
 class Fleet:
     """Workers, how far k grows in which steps, and the hedges to try."""
 
-    delays: Sequence[pl.Exponential | pl.ShiftedExponential]
+    delays: Sequence[pl.delays.Exponential | pl.delays.ShiftedExponential]
     most: int
     hedges: tuple[int, ...]
 
@@ -172,10 +175,12 @@ class Fleet:
         return {steps * (k - 1) // self.most: k for k in range(1, self.most + 1)}
 
 
-QUICK = pl.ShiftedExponential(0.08, 0.02)
-SLOW = pl.ShiftedExponential(0.8, 0.2)
+QUICK = pl.delays.ShiftedExponential(0.08, 0.02)
+SLOW = pl.delays.ShiftedExponential(0.8, 0.2)
 FLEETS = {
-    "spread": Fleet([pl.Exponential(m) for m in np.linspace(0.1, 1.0, 50)], 20, (0, 2, 5, 10, 30)),
+    "spread": Fleet(
+        [pl.delays.Exponential(m) for m in np.linspace(0.1, 1.0, 50)], 20, (0, 2, 5, 10, 30)
+    ),
     "tiers": Fleet([*[QUICK] * 8, *[SLOW] * 16], 6, (0, 1, 2, 4, 8, 18)),
 }
 COSTS = ("seconds", "started", "busy_seconds", "down_bytes")
@@ -193,11 +198,11 @@ class Problem:
 
 
 @cache
-def regression() -> tuple[pl.LeastSquares, Callable[[Any], float]]:
+def regression() -> tuple[pl.learners.LeastSquares, Callable[[Any], float]]:
     rng = np.random.default_rng(0)
     features = rng.integers(1, 11, size=(2000, 100)).astype(float)
     targets = features @ rng.integers(1, 101, size=100) + rng.standard_normal(2000)
-    learner = pl.LeastSquares(features, targets, lr=2e-4, batch_size=40)
+    learner = pl.learners.LeastSquares(features, targets, lr=2e-4, batch_size=40)
     solution = np.linalg.lstsq(features, targets, rcond=None)[0]
 
     def loss(x: Any) -> float:
@@ -210,10 +215,9 @@ def regression() -> tuple[pl.LeastSquares, Callable[[Any], float]]:
 @cache
 def fashion() -> tuple[Any, Callable[[Any], float]]:
     import torch
+    from examples.fashion_mnist import fashion_mnist
     from torch import nn
     from torch.utils.data import TensorDataset
-
-    from paceline.data.idx import fashion_mnist
 
     torch.set_num_threads(1)
     data = fashion_mnist()
@@ -243,13 +247,13 @@ PROBLEMS = {
 
 def policies(fleet: Fleet, samples: int, steps: int) -> dict[str, Policy]:
     plan = fleet.plan(steps)
-    k = pl.Schedule(plan)
+    k = pl.policies.Schedule(plan)
     return {
         "k_sync": pl.k_sync(k, samples),
         **{f"bandit, hedge {h}": pl.bandit(k, h, samples) for h in fleet.hedges},
-        "bandit, Thompson": pl.bandit(k, 0, samples, index=pl.Thompson()),
+        "bandit, Thompson": pl.bandit(k, 0, samples, index=pl.selection.Thompson()),
         # In finer shares of as many samples; with k shares it would do what the bandit does.
-        "ata": pl.ata(pl.Schedule({at: 4 * k for at, k in plan.items()}), samples // 4),
+        "ata": pl.ata(pl.policies.Schedule({at: 4 * k for at, k in plan.items()}), samples // 4),
     }
 
 
@@ -297,14 +301,16 @@ def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[
 # --- 4. the time of a choice ---------------------------------------------------------------------
 
 
-def choice_ms(selector: pl.Bandit | pl.Allocate, tried: bool, rounds: int) -> float:
+def choice_ms(
+    selector: pl.selection.Bandit | pl.selection.Allocate, tried: bool, rounds: int
+) -> float:
     """Return the mean milliseconds a round's learning and choosing takes: 10 of 100,000 workers.
 
     tried: whether all have been tried before, or are all new.
     """
     n, k = 100_000, 10
-    policy = pl.MinWorkers(n, pl.Gather(k, select=selector))
-    coordinator = pl.Coordinator(policy, k, pl.Journal(keep=False))
+    policy = pl.policies.MinWorkers(n, pl.policies.Gather(k, select=selector))
+    coordinator = pl.protocol.Coordinator(policy, k, pl.Journal(keep=False))
     rng = np.random.default_rng(0)
     means = rng.uniform(0.1, 1.0, n)
     inner = coordinator.policy.inner.select  # type: ignore[attr-defined]
@@ -533,10 +539,10 @@ def main() -> None:
     choices = {
         f"{name}, {'all tried' if tried else 'all new'}": choice_ms(make(), tried, rounds)
         for name, make in {
-            "KL": pl.Bandit,
-            "Thompson": lambda: pl.Bandit(pl.Thompson()),
-            "KL, discount": lambda: pl.Bandit(discount=0.999),
-            "ATA": pl.Allocate,
+            "KL": pl.selection.Bandit,
+            "Thompson": lambda: pl.selection.Bandit(pl.selection.Thompson()),
+            "KL, discount": lambda: pl.selection.Bandit(discount=0.999),
+            "ATA": pl.selection.Allocate,
         }.items()
         for tried in (False, True)
     }

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import paceline as pl
 from _report import OtherLoad, finish, machine, parser, table
 from paceline.core.coordinator import drive
-from paceline.core.protocol import MAIN, Policy
+from paceline.core.policy import Policy
+from paceline.core.protocol import MAIN
 from paceline.engines.base import Job
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -35,11 +36,11 @@ GROWTH = 3.0  # at most, of the cost per event from 1,000 to 100,000 workers
 
 def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
     """Return the cost of an event, over at least so many of them and whole steps."""
-    learner = pl.Timing(batch_size=8 * workers)
-    engine = pl.Simulator(workers, pl.Exponential(1.0))
-    engine.open(Job(learner, learner.server()))
-    started = pl.MinWorkers(workers, policy)
-    coordinator = pl.Coordinator(started, learner.batch_size, pl.Journal(keep=False))
+    learner = pl.learners.TimingOnly(batch_size=8 * workers)
+    engine = pl.Simulator(workers, pl.delays.Exponential(1.0))
+    engine.open(Job(learner=learner, server=learner.server()))
+    started = pl.policies.MinWorkers(workers, policy)
+    coordinator = pl.protocol.Coordinator(started, learner.batch_size, pl.Journal(keep=False))
     entries = drive({MAIN: coordinator}, engine)
     while len(coordinator.ledger.workers) < workers:
         next(entries)

@@ -21,12 +21,15 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from _fashion import images, pixel_loss
 from _report import finish, machine, parser, plotting, table
-from paceline.core.protocol import Finished, Policy, Start
+from paceline.core.policy import Policy
+from paceline.core.protocol import Finished, Start
 from paceline.testing import SlowWorkers
 
 WORKERS, SLOW, SLOWDOWN = 8, "w7", 10
 BOUND = 4.0  # the best policy must be at least so many times as fast as sync
-DELAY = pl.ShiftedExponential(0.08, 0.02)  # for tuning: what matters is who is how much slower
+DELAY = pl.delays.ShiftedExponential(
+    0.08, 0.02
+)  # for tuning: what matters is who is how much slower
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ def tune(data: TensorDataset, target: float) -> None:
     rows = []
     for name, method in METHODS.items():
         for lr in (0.02, 0.05, 0.1, 0.2):
-            engine = pl.Simulator(WORKERS, [*[DELAY] * 7, pl.Scaled(DELAY, SLOWDOWN)], unit=64)
+            engine = pl.Simulator(
+                WORKERS, [*[DELAY] * 7, pl.delays.Scaled(DELAY, SLOWDOWN)], unit=64
+            )
             most = 120 * 512 // method.batch_size  # steps
             _, outcome = run(method, data, engine, target, 0, {"steps": most}, lr)
             seconds = f"{outcome.seconds:.1f}" if outcome.done else "never"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.data.idx import fashion_mnist
+from fashion_mnist import fashion_mnist
 from paceline.testing import SlowWorkers
 
 

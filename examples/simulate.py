@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.data.idx import fashion_mnist
+from fashion_mnist import fashion_mnist
 from quickstart import loss, make_model
 
 # Eight workers: 32 samples take each 80 ms and 20 ms more on average; one needs ten times as
 # long. 10 ms and 12.5 MB/s (100 Mbit/s) lie between them and the server.
-DELAY = pl.ShiftedExponential(0.08, 0.02)
-DELAYS = [*[DELAY] * 7, pl.Scaled(DELAY, 10)]
-LINK = pl.Link(latency=0.01, down=12.5e6, up=12.5e6)
+DELAY = pl.delays.ShiftedExponential(0.08, 0.02)
+DELAYS = [*[DELAY] * 7, pl.delays.Scaled(DELAY, 10)]
+LINK = pl.delays.Link(latency=0.01, down=12.5e6, up=12.5e6)
 
 # Where every result is a step, a step is made of fewer samples, and must be shorter.
 METHODS = [

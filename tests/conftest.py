@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ import paceline as pl
 from paceline.core import logs
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token file in the tester's home
+# A bound in seconds says more of the machine's load than of the code.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ Data:    apt-get install dataset-fashion-mnist
 
 import io
 import re
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.data.idx import fashion_mnist
-from paceline.live import Noted, moment, render
+sys.path.append(str(Path(__file__).parents[2]))
+
+from examples.fashion_mnist import fashion_mnist
+from paceline.report.live import Noted, moment, render
 from paceline.testing import SlowWorkers
 
 

@@ -31,9 +31,9 @@ from paceline.codecs.chain import Chain
 from paceline.codecs.feedback import Feedback
 from paceline.codecs.quantize import Half, Int8
 from paceline.codecs.sparse import TopK
+from paceline.codecs.triggers import Lag, OnChange
 from paceline.ddp import ProportionalSampler
 from paceline.ddp.hooks import CodecHook, TriggeredHook
-from paceline.policies.triggers import Lag, OnChange
 from tests.cluster.ddp_problem import classified, perceptron
 
 RANKS, STEPS, CUT = 3, 24, 9

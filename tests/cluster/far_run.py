@@ -41,20 +41,20 @@ def main() -> None:
     rules = sys.argv[5]
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-    policy = pl.sync(workers) if k == workers else pl.k_sync(k)
+    policy = pl.sync(shares=workers) if k == workers else pl.k_sync(k)
     with pl.Ray(workers=workers, cpus=1, timeout=60, start_timeout=60, respawns=2) as engine:
         run = pl.Trainer(learner(rules), policy, engine, progress=False, callbacks=[Tell()]).fit(
             steps=steps
         )
         servers = [name for name in engine.members() if name.startswith("s")]
-    whole = pl.Trainer(learner(rules), pl.sync(workers), pl.Simulator(workers), progress=False).fit(
-        steps=steps
-    )
+    whole = pl.Trainer(
+        learner(rules), pl.sync(shares=workers), pl.Simulator(workers), progress=False
+    ).fit(steps=steps)
     found = {
         "steps": run.steps,
         "bits": torch.equal(flat(run.model), flat(whole.model)),
         "servers": len(servers),
-        "replays": pl.replay(run.policy, run.journal) == run.journal,
+        "replays": pl.replay(run.driven_policy, run.journal) == run.journal,
         "seconds": np.diff(run.metrics["seconds"]).round(3).tolist(),
     }
     print(json.dumps(found), flush=True)

@@ -27,7 +27,9 @@ def relative_error(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def trained(ray_workers: pl.Ray) -> torch.Tensor:
-    run = pl.Trainer(make_learner(), pl.sync(4), ray_workers, progress=False).fit(steps=STEPS)
+    run = pl.Trainer(make_learner(), pl.sync(shares=4), ray_workers, progress=False).fit(
+        steps=STEPS
+    )
     return flat(run.model)
 
 

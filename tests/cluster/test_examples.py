@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from paceline.data.idx import FASHION_MNIST
+from examples.fashion_mnist import FASHION_MNIST
 
 pytestmark = pytest.mark.cluster
 

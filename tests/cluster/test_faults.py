@@ -17,9 +17,10 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.codecs.base import Codec
+from paceline.core.errors import WorkersLost
 from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
-from paceline.engines.ray.engine import WorkersLost
 from paceline.testing import Throttle
+from paceline.training.checkpoint import read
 from tests.conftest import cross_entropy, flat, make_learner
 
 pytestmark = pytest.mark.cluster
@@ -57,7 +58,7 @@ def lives(run: pl.Run) -> list[Joined | Left]:
 
 @pytest.mark.parametrize("policy", [pl.sync(), pl.k_sync(3), pl.rennala(6), pl.ringmaster(4)])
 def test_a_worker_killed_in_mid_step_costs_no_step_and_no_sample(
-    ray_workers: pl.Ray, policy: pl.Gather
+    ray_workers: pl.Ray, policy: pl.policies.Gather
 ) -> None:
     def kill() -> None:
         os.kill(ray_workers.pids()["w1"], signal.SIGKILL)
@@ -68,10 +69,10 @@ def test_a_worker_killed_in_mid_step_costs_no_step_and_no_sample(
     run = trainer.fit(steps=14)
     assert run.steps == 14
     assert Left("w1") in lives(run)
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
     place = 0
     for stretch in run.samples():  # every sample once: used, or listed with its fate
-        assert stretch.draw == place
+        assert stretch.offset == place
         place += stretch.samples
         assert stretch.fate in {"used", "unfinished", "cancelled", "discarded"}
     assert run.meter.lost == run.meter.redone == 1
@@ -86,14 +87,14 @@ def test_under_sync_a_killed_worker_does_not_change_the_trajectory(ray_workers: 
 
     learner = heavy_learner()
     killed = pl.Trainer(
-        learner, pl.sync(4), ray_workers, progress=False, callbacks=[At(3, kill)]
+        learner, pl.sync(shares=4), ray_workers, progress=False, callbacks=[At(3, kill)]
     ).fit(steps=10)
-    whole = pl.Trainer(learner, pl.sync(4), pl.Simulator(4), progress=False).fit(steps=10)
+    whole = pl.Trainer(learner, pl.sync(shares=4), pl.Simulator(4), progress=False).fit(steps=10)
     assert Left("w2") in lives(killed)
     assert torch.equal(flat(killed.model), flat(whole.model))
 
 
-@pytest.mark.parametrize("codec", [None, pl.Lazy(codec=pl.TopK(0.2))])
+@pytest.mark.parametrize("codec", [None, pl.codecs.Lazy(codec=pl.codecs.TopK(0.2))])
 def test_a_lost_worker_is_created_anew_and_takes_part(
     ray_workers: pl.Ray, codec: Codec | None
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
             os.kill(paused[0], signal.SIGSTOP)
 
         run = pl.Trainer(
-            heavy_learner(), pl.sync(2), engine, progress=False, callbacks=[At(2, pause)]
+            heavy_learner(), pl.sync(shares=2), engine, progress=False, callbacks=[At(2, pause)]
         ).fit(steps=8)
         assert run.steps == 8 and Left("w1") in lives(run)
         assert not is_alive(paused[0])  # it must not wake up later and go on
@@ -152,17 +153,21 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_when_all_workers_are_lost_the_error_says_so() -> None:
+def test_when_all_workers_are_lost_the_model_is_saved(tmp_path: Path) -> None:
     with pl.Ray(workers=1, start_timeout=60, respawns=0) as engine:
 
         def kill() -> None:
             os.kill(engine.pids()["w0"], signal.SIGKILL)
 
         trainer = pl.Trainer(
-            heavy_learner(), pl.sync(), engine, progress=False, callbacks=[At(2, kill)]
-        )
-        with pytest.raises(WorkersLost, match="all 1 workers are lost"):
+            heavy_learner(), pl.sync(), engine, progress=False, callbacks=[At(2, kill)],
+            checkpoints=pl.Checkpoints(tmp_path, every=100),
+        )  # fmt: skip
+        with pytest.raises(WorkersLost, match="all 1 workers are lost") as raised:
             trainer.fit(steps=8)
+    run: pl.Run = raised.value.run  # type: ignore[attr-defined]
+    assert 2 <= run.steps < 8
+    assert read(tmp_path).step == run.steps
 
 
 def test_nobody_waits_for_a_slowed_worker_and_its_late_results_are_not_used(
@@ -213,7 +218,7 @@ def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
 
     with pl.Ray(workers=2, timeout=2, start_timeout=60) as engine:
         run = pl.Trainer(
-            make_learner(), pl.sync(2), engine, progress=False, callbacks=[At(3, evaluate)]
+            make_learner(), pl.sync(shares=2), engine, progress=False, callbacks=[At(3, evaluate)]
         ).fit(steps=6)
         assert run.steps == 6 and not [event for event in lives(run) if isinstance(event, Left)]
 
@@ -225,7 +230,7 @@ def test_a_learner_that_cannot_be_sent_is_told_of_and_leaves_nothing_behind(
     broken = pl.TorchLearner(
         learner.model, learner.loss, learner.optimizer, Unsendable(), learner.batch_size
     )
-    with pytest.raises(TypeError, match="cannot be sent"):
+    with pytest.raises(ValueError, match="cannot be pickled for the workers: cannot be sent"):
         pl.Trainer(broken, pl.sync(), ray_workers, progress=False).fit(steps=1)
     run = pl.Trainer(learner, pl.sync(), ray_workers, progress=False).fit(steps=2)
     assert run.steps == 2

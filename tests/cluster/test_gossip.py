@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.core.errors import NodesLost
 from paceline.core.protocol import Left, Received, Send
-from paceline.engines.ray.peers import NodesLost
 from paceline.testing import Throttle
 from tests.conftest import flat, make_learner
 
@@ -43,8 +43,7 @@ def paces(run: pl.Run, begin: float, end: float) -> dict[str, float]:
     return {
         node: float(np.mean((begin < (t := np.array(meter.columns["seconds"]))) & (t <= end)))
         * len(t) / (end - begin)
-        for node, meter in run.swarm.meter.nodes.items()
-        if run.swarm is not None
+        for node, meter in run.meters.items()
     }  # fmt: skip
 
 
@@ -52,9 +51,11 @@ def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
     learner = make_learner(hidden=512, batch_size=512)
     engine = pl.Ray(workers=8)
     trouble = Trouble(engine, at=60)
-    policy = pl.Gossip(pl.ring(8), pl.Difference(0.5), pl.OnChange(0.1, every=20))
+    policy = pl.gossip.Gossip(
+        pl.gossip.ring(8), pl.gossip.Difference(0.5), pl.gossip.OnChange(0.1, every=20)
+    )
     run = pl.Trainer(
-        learner, policy, engine, callbacks=[trouble], codec=pl.TopK(0.2), progress=False
+        learner, policy, engine, callbacks=[trouble], codec=pl.codecs.TopK(0.2), progress=False
     ).fit(steps=400)
     assert run.steps >= 400 and trouble.when > 0
     assert set(run.models) >= {f"w{i}" for i in range(8)} - {"w2", "w5"} and "w2" not in run.models
@@ -73,7 +74,7 @@ def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
         assert not any(event.sender == "w2" for event in news[5:])
     assert run.metrics["loss"][-100:].mean() < 0.25 * run.metrics["loss"][:8].mean()
     for journal in run.journals.values():
-        assert pl.replay(run.policy, journal) == journal
+        assert pl.replay(run.driven_policy, journal) == journal
     models = [flat(run.models[w]) for w in others]
     mean = torch.stack(models).mean(dim=0)
     assert max(float(torch.dist(m, mean)) for m in models) < 0.5 * float(mean.norm())
@@ -90,7 +91,7 @@ def test_a_node_that_hangs_is_left_out_in_the_end() -> None:
 
     learner = make_learner(hidden=256, batch_size=192)
     run = pl.Trainer(
-        learner, pl.Gossip(pl.ring(3)), engine, callbacks=[Pause()], progress=False
+        learner, pl.gossip.Gossip(pl.gossip.ring(3)), engine, callbacks=[Pause()], progress=False
     ).fit(steps=120)  # fmt: skip
     assert stopped and set(run.models) == {"w0", "w2"} and run.steps >= 120
 
@@ -103,13 +104,15 @@ def test_an_error_in_the_users_code_reaches_the_user() -> None:
     learner = make_learner()
     wrong = pl.TorchLearner(learner.model, broken, learner.optimizer, learner.dataset, 64)
     with pytest.raises(ZeroDivisionError, match="in the user's loss"):
-        pl.Trainer(wrong, pl.Gossip(pl.ring(2)), pl.Ray(2), progress=False).fit(steps=5)
+        pl.Trainer(wrong, pl.gossip.Gossip(pl.gossip.ring(2)), pl.Ray(2), progress=False).fit(
+            steps=5
+        )
 
 
-def test_letters_that_come_late_do_not_drag_the_models_back() -> None:
-    """A step takes a millisecond here, and a letter several: copies are always old."""
+def test_messages_that_come_late_do_not_drag_the_models_back() -> None:
+    """A step takes a millisecond here, and a message several: copies are always old."""
     learner = make_learner(batch_size=256)
-    policy = pl.Gossip(pl.complete(4), pl.Difference(0.5))
+    policy = pl.gossip.Gossip(pl.gossip.complete(4), pl.gossip.Difference(0.5))
     simulated, real = (
         pl.Trainer(learner, policy, engine, progress=False).fit(steps=150).metrics["loss"]
         for engine in (pl.Simulator(4), pl.Ray(4))
@@ -131,8 +134,12 @@ def test_nodes_that_are_all_silent_are_not_waited_for() -> None:
     engine = pl.Ray(workers=3, timeout=4.0)
     pause = Pause(engine)
     trainer = pl.Trainer(
-        make_learner(), pl.Gossip(pl.ring(3)), engine, callbacks=[pause], progress=False
+        make_learner(),
+        pl.gossip.Gossip(pl.gossip.ring(3)),
+        engine,
+        callbacks=[pause],
+        progress=False,
     )
-    with pytest.raises(NodesLost, match="none of 3 nodes was heard of for 4 s"):
+    with pytest.raises(NodesLost, match="none of 3 nodes answered for 4 s"):
         trainer.fit(steps=10**6)
     assert len(pause.paused) == 3

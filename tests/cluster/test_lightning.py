@@ -14,7 +14,7 @@ from tests.conftest import flat
 
 if not os.environ.get("CI"):  # there it must be
     pytest.importorskip("lightning")
-from tests.unit.learners.test_lightning import SCHEDULES, Classifier, make_data
+from tests.unit.integrations.test_lightning import SCHEDULES, Classifier, make_data
 
 pytestmark = pytest.mark.cluster
 
@@ -38,7 +38,7 @@ def test_real_workers_train_as_simulated_ones(engine: pl.Ray, servers: Any) -> N
 
     engine.servers = servers
     real = run(engine)
-    simulated = run(pl.Simulator(workers=2, delays=pl.Fixed(1.0)))
+    simulated = run(pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0)))
     assert isinstance(real.model, Classifier)
     if servers == "driver":
         assert real.metrics["loss"].tolist() == simulated.metrics["loss"].tolist()

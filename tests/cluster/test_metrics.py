@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline as pl
-from paceline.trackers.prometheus import exported
+from paceline.integrations.trackers.prometheus import exported
 from tests.conftest import make_learner
 
 pytestmark = pytest.mark.cluster
@@ -49,7 +49,7 @@ class Last(pl.Callback):
 
 
 def test_every_node_offers_the_figures_to_prometheus(ray_workers: pl.Ray) -> None:
-    tracker, last = pl.Prometheus(run="of this test"), Last()
+    tracker, last = pl.trackers.Prometheus(run="of this test"), Last()
     trainer = pl.Trainer(
         make_learner(),
         pl.k_sync(3),
@@ -70,7 +70,7 @@ def test_every_node_offers_the_figures_to_prometheus(ray_workers: pl.Ray) -> Non
         "ray_paceline_train_loss": "loss",
         "ray_paceline_time_seconds": "seconds",
         "ray_paceline_step_results": "results",
-        "ray_paceline_step_delay": "delay",
+        "ray_paceline_step_staleness": "staleness",
         "ray_paceline_cost_dollars_total": "dollars",
     }
     for name, column in columns.items():

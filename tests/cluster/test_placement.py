@@ -55,7 +55,7 @@ def test_shares_follow_real_speeds_while_they_change(ray_workers: pl.Ray) -> Non
         for other in {"w1", "w2", "w0", "w3"} - {worker}:
             its = np.median([given[version][worker] for version in versions])
             assert its < 0.6 * np.median([given[version][other] for version in versions])
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
     # The steps are those of equal shares, whoever computed what.
     same = pl.Trainer(make_learner(), pl.sync(), pl.Simulator(4), progress=False).fit(steps=50)
     assert torch.allclose(flat(run.model), flat(same.model), atol=1e-5)
@@ -69,19 +69,19 @@ def test_tiles_of_a_killed_worker_go_on_where_they_were(ray_workers: pl.Ray) -> 
 
     trainer = pl.Trainer(
         make_learner(), pl.sync(), ray_workers, progress=False, callbacks=[At(6, kill)],
-        placement=pl.Placed(tiles),
+        placement=pl.policies.Placed(tiles),
     )  # fmt: skip
     run = trainer.fit(steps=20)
     assert any(entry.event == Left("w1") for entry in run.journal)
     places, fates = Counter[int | None](), set()
     for stretch in run.samples():
-        assert stretch.draw == places[stretch.tile], "no gap, no overlap"
+        assert stretch.offset == places[stretch.tile], "no gap, no overlap"
         places[stretch.tile] += stretch.samples
         fates.add(stretch.fate)
     assert fates == {"used", "unfinished"} and len(places) == 16
     assert run.meter.represented() == pytest.approx(np.ones(16), abs=0.1)
-    assert run.learned.placement.moved > 0  # type: ignore[attr-defined]
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert run.policy.placement.moved > 0  # type: ignore[attr-defined]
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_a_slow_workers_data_are_not_forgotten(ray_workers: pl.Ray) -> None:
@@ -92,7 +92,7 @@ def test_a_slow_workers_data_are_not_forgotten(ray_workers: pl.Ray) -> None:
     for bound in (None, 2.0):
         trainer = pl.Trainer(
             make_learner(micro_batch=8), pl.k_sync(3), ray_workers, progress=False,
-            callbacks=[throttle], placement=pl.Placed(part, move=False, bound=bound),
+            callbacks=[throttle], placement=pl.policies.Placed(part, move=False, bound=bound),
         )  # fmt: skip
         run = trainer.fit(steps=40)
         least[bound] = float(run.meter.represented()[2])

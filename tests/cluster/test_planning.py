@@ -15,6 +15,8 @@ pytestmark = pytest.mark.cluster
 def test_a_cluster_is_measured_and_planned_for(ray_workers: pl.Ray) -> None:
     learner = make_learner()
     profile = pl.profile(learner, ray_workers, seconds=6.0, tasks=20, warm=20)
+    assert len(ray_workers.pids()) == 4  # the workers of the caller's `with` block are kept
+    assert profile.optimizer is not None and profile.optimizer["name"] == "SGD"
     assert list(profile.workers) == ["w0", "w1", "w2", "w3"]
     for worker in profile.workers.values():
         assert 0 < worker.compute.mean < 1

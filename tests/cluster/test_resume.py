@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks.chaos_resume import EVERY, cluster, kills
+from benchmarks.chaos_resume import EVERY, cluster, kills, learner
+
+import paceline as pl
 
 pytestmark = pytest.mark.cluster
 
@@ -24,3 +32,47 @@ def test_a_killed_driver_leaves_no_trace(policy: str, count: int, seed: int, add
     assert told["torn"] >= 1  # in the middle of a checkpoint too
     assert 0 < told["most_redone"] <= EVERY
     assert told["workers_gone_seconds"] < 30
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import numpy as np
+import paceline as pl
+from benchmarks.chaos_resume import learner
+
+class Say(pl.Callback):
+    def stepped(self, progress):
+        if progress.step == 20:
+            print("training", flush=True)
+
+folder, address, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+engine = pl.Ray(workers=2, address=address, cpus=0.1, timeout=60)
+trainer = pl.Trainer(
+    learner(), pl.sync(), engine, callbacks=[Say()], progress=False,
+    checkpoints=pl.Checkpoints(folder / "saved", every=10**9),
+).resume(folder / "saved", missing_ok=True)
+run = trainer.fit(steps=steps)
+np.save(folder / "model.npy", run.model)
+"""
+
+
+def test_a_driver_that_gets_sigterm_saves_and_exits_with_143(tmp_path: Path, address: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    start = [sys.executable, str(script), str(tmp_path), address]
+    process = subprocess.Popen([*start, str(10**9)], stdout=subprocess.PIPE, text=True, env=root)
+    try:
+        assert process.stdout is not None
+        assert "training\n" in iter(process.stdout.readline, "")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    (saved,) = (tmp_path / "saved").glob("step-*")
+    steps = int(saved.name.removeprefix("step-")) + 3
+    subprocess.run([*start, str(steps)], check=True, timeout=120, env=root)
+    whole = pl.Trainer(learner(), pl.sync(), pl.Simulator(2), progress=False).fit(steps=steps)
+    assert np.array_equal(np.load(tmp_path / "model.npy"), whole.model)

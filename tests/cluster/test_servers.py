@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -17,15 +17,25 @@ from tests.conftest import flat, make_learner
 
 pytestmark = pytest.mark.cluster
 
+
+def by_name(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Biases have no weight decay, and a learning rate of their own."""
+    named = dict(named_parameters)
+    biases = [named.pop(name) for name in list(named) if name.endswith("bias")]
+    assert biases and named
+    groups = [{"params": list(named.values())}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
 ADAM = {
-    "optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "optimizer": by_name,
     "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=4, gamma=0.5),
-    "transform": pl.ClipNorm(0.5),
+    "transform": pl.learners.ClipNorm(0.5),
 }
 LEARNERS: dict[str, Callable[[], pl.TorchLearner]] = {
     "momentum": make_learner,
-    "AdamW, a schedule, clipping": lambda: remake(**ADAM),
-    "LARS": lambda: remake(transform=pl.TrustRatio(0.02, weight_decay=1e-3)),
+    "AdamW by name, a schedule, clipping": lambda: remake(**ADAM),
+    "LARS": lambda: remake(transform=pl.learners.TrustRatio(0.02, weight_decay=1e-3)),
 }
 
 
@@ -47,12 +57,12 @@ def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: s
     whole = simulated(LEARNERS[name](), 12)
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_a_run_goes_on_with_other_servers(ray_servers: pl.Ray, tmp_path: object) -> None:
     saves = pl.Checkpoints(str(tmp_path), every=5)
-    learner = LEARNERS["AdamW, a schedule, clipping"]
+    learner = LEARNERS["AdamW by name, a schedule, clipping"]
     pl.Trainer(learner(), pl.sync(), ray_servers, progress=False, checkpoints=saves).fit(steps=5)
     resumed = pl.Trainer(learner(), pl.sync(), pl.Simulator(4), progress=False)
     whole = resumed.resume(str(tmp_path)).fit(steps=9)
@@ -78,7 +88,7 @@ def test_the_model_can_be_looked_at_while_it_trains(ray_servers: pl.Ray) -> None
         assert torch.equal(model, flat(simulated(make_learner(), step).model))
 
 
-@pytest.mark.parametrize("name", ["momentum", "AdamW, a schedule, clipping"])
+@pytest.mark.parametrize("name", ["momentum", "AdamW by name, a schedule, clipping"])
 @pytest.mark.parametrize("victims", [("s1",), ("s0", "s2"), ("s1", "w2")])
 def test_servers_killed_in_mid_step_change_nothing(
     ray_servers: pl.Ray, name: str, victims: tuple[str, ...]
@@ -90,7 +100,7 @@ def test_servers_killed_in_mid_step_change_nothing(
             os.kill(ray_servers.pids()[victim], signal.SIGKILL)
 
     trainer = pl.Trainer(
-        LEARNERS[name](), pl.sync(4), ray_servers, progress=False, callbacks=[At(4, kill)]
+        LEARNERS[name](), pl.sync(shares=4), ray_servers, progress=False, callbacks=[At(4, kill)]
     )
     run = trainer.fit(steps=9)
     whole = simulated(LEARNERS[name](), 9)
@@ -98,14 +108,14 @@ def test_servers_killed_in_mid_step_change_nothing(
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     if name == "momentum":  # a norm's sum over slices rounds otherwise than that of the whole
         assert torch.equal(flat(run.model), flat(whole.model))
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
     assert (Left("w2") in lives(run)) == ("w2" in victims)
     assert {stretch.fate for stretch in run.samples()} <= {"used", "unfinished"}
 
 
 @pytest.mark.parametrize("policy", [pl.k_sync(2), pl.rennala(4), pl.ringmaster(4)])
 def test_under_every_policy_a_killed_server_costs_no_step(
-    ray_servers: pl.Ray, policy: pl.Gather
+    ray_servers: pl.Ray, policy: pl.policies.Gather
 ) -> None:
     def kill() -> None:
         os.kill(ray_servers.pids()["s0"], signal.SIGKILL)
@@ -115,7 +125,7 @@ def test_under_every_policy_a_killed_server_costs_no_step(
     )
     run = trainer.fit(steps=10)
     assert run.steps == 10
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_a_paused_server_is_given_up_after_the_timeout() -> None:
@@ -125,7 +135,7 @@ def test_a_paused_server_is_given_up_after_the_timeout() -> None:
             os.kill(engine.pids()["s1"], signal.SIGSTOP)
 
         run = pl.Trainer(
-            make_learner(), pl.sync(2), engine, progress=False, callbacks=[At(3, pause)]
+            make_learner(), pl.sync(shares=2), engine, progress=False, callbacks=[At(3, pause)]
         ).fit(steps=8)
     whole = pl.Trainer(make_learner(), pl.sync(), pl.Simulator(2), progress=False).fit(steps=8)
     assert torch.equal(flat(run.model), flat(whole.model))
@@ -137,7 +147,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_trained(ray_servers: p
     with pytest.raises(ValueError, match="servers='driver'"):
         pl.Trainer(learner, pl.sync(), ray_servers, progress=False).fit(steps=1)
     with pytest.raises(ValueError, match="3 servers for a model of 1 values"):
-        pl.Trainer(pl.Quadratic(), pl.sync(), ray_servers, progress=False).fit(steps=1)
+        pl.Trainer(pl.learners.Quadratic(), pl.sync(), ray_servers, progress=False).fit(steps=1)
 
 
 def test_a_users_error_in_a_servers_step_reaches_the_user(ray_servers: pl.Ray) -> None:

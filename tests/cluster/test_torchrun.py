@@ -48,15 +48,15 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_one_driver_trains(tmp_path: Path) -> None:
-    assert "steps: 2" in torchrun(script(tmp_path, DRIVER), seconds=120, ranks=1)
+    assert "steps: 2" in torchrun(script(tmp_path, DRIVER), seconds=240, ranks=1)
 
 
 def test_several_drivers_are_told_to_be_one(tmp_path: Path) -> None:
-    code, printed, errors = launched(script(tmp_path, DRIVER), (), 120, 2)
+    code, printed, errors = launched(script(tmp_path, DRIVER), (), 240, 2)
     assert code != 0 and "steps:" not in printed
     assert "RuntimeError: torchrun started this script 2 times (this is RANK=" in errors
     assert "with plain python, and use pl.Ray(workers=2)" in errors
 
 
 def test_a_sampler_may_be_made_before_the_process_group(tmp_path: Path) -> None:
-    assert "seen: [6, 6]" in torchrun(script(tmp_path, EARLY), seconds=120, ranks=2)
+    assert "seen: [6, 6]" in torchrun(script(tmp_path, EARLY), seconds=240, ranks=2)

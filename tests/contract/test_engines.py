@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.codecs.base import Codec
 from paceline.core.coordinator import Coordinator, run
+from paceline.core.policy import Policy, Wrapper
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -23,7 +24,6 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
-    Policy,
     SetTimer,
     Start,
     Step,
@@ -49,13 +49,17 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "ringmaster": lambda: pl.ringmaster(3),
     "ringmaster without stops": lambda: pl.ringmaster(3, stops=False),
     "bandit": lambda: pl.bandit(2),
-    "bandit, hedged": lambda: pl.bandit(2, hedge=1, index=pl.Thompson(), discount=0.9),
+    "bandit, hedged": lambda: pl.bandit(2, hedge=1, index=pl.selection.Thompson(), discount=0.9),
     "ata": lambda: pl.ata(6),
     "coded": lambda: pl.coded(stragglers=1, messages=3),
-    "by speed": lambda: pl.Gather(placement=pl.BySpeed()),
-    "k_sync of tiles": lambda: pl.Gather(3, placement=pl.Placed(TILES)),
-    "tiles that stay": lambda: pl.Gather(placement=pl.Placed(TILES, move=False, owners=OWNERS)),
-    "growing k": lambda: pl.bandit(pl.GrowOnNoise(1, 3, noise=0.3, memory=3, lag=2), samples=32),
+    "by speed": lambda: pl.policies.Gather(placement=pl.BySpeed()),
+    "k_sync of tiles": lambda: pl.policies.Gather(3, placement=pl.policies.Placed(TILES)),
+    "tiles that stay": lambda: pl.policies.Gather(
+        placement=pl.policies.Placed(TILES, move=False, owners=OWNERS)
+    ),
+    "growing k": lambda: pl.bandit(
+        pl.policies.GrowOnNoise(1, 3, noise=0.3, memory=3, lag=2), samples=32
+    ),
 }
 MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster without stops": 2}
 
@@ -69,7 +73,7 @@ MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster with
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[TrainingEngine]:
     if request.param == "simulator":
-        yield pl.Simulator(workers=4, delays=pl.Exponential(0.05))
+        yield pl.Simulator(workers=4, delays=pl.delays.Exponential(0.05))
     else:
         yield request.getfixturevalue(request.param)
 
@@ -79,20 +83,18 @@ def fit(engine: TrainingEngine, policy: Policy, steps: int = 30) -> pl.Run:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_trains_and_replays(engine: TrainingEngine, name: str) -> None:
+def test_every_policy_trains_replays_and_accounts_for_every_sample(
+    engine: TrainingEngine, name: str
+) -> None:
     run = fit(engine, POLICIES[name]())
     assert run.steps == 30 and run.reason == "30 steps taken"
     assert run.metrics["loss"][-5:].mean() < 0.9 * run.metrics["loss"][:3].mean()
-    assert pl.replay(run.policy, run.journal) == run.journal
-    assert run.metrics["delay"].max() <= MAX_DELAY.get(name, 0)
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert run.metrics["staleness"].max() <= MAX_DELAY.get(name, 0)
     assert np.all(np.diff(run.metrics["seconds"]) >= 0)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_sample_is_accounted_for(engine: TrainingEngine, name: str) -> None:
     places = Counter[int | None]()
-    for stretch in fit(engine, POLICIES[name]()).samples():
-        assert stretch.draw == places[stretch.tile]  # no gap, no overlap
+    for stretch in run.samples():
+        assert stretch.offset == places[stretch.tile]  # no gap, no overlap
         places[stretch.tile] += stretch.samples
     assert places.total() >= 30 * 64 * (0.75 if len(places) > 1 else 1.0)
 
@@ -111,22 +113,24 @@ def test_every_run_tells_its_costs(engine: TrainingEngine) -> None:
     assert meter.up_bytes == arrived * size >= meter.used * size
     assert 0 < meter.busy_seconds <= meter.worker_seconds
     seconds, busy, since = dict.fromkeys(per_hour, 0.0), dict[int, str](), 0.0
+    waiting, started = 0.0, dict[int, float]()  # results for the driver; tasks
     for entry in run.journal:  # k_sync gives a worker one task at a time
         for worker in busy.values():
             seconds[worker] += entry.now - since
         since = entry.now
         match entry.event:
-            case Finished(id):
-                busy.pop(id, None)
+            case Finished(id, waited=waited):
+                if busy.pop(id, None) is not None:  # paid for, and busy until the result was there
+                    waiting += min(waited, entry.now - started[id])
             case Left(gone):
                 busy = {id: worker for id, worker in busy.items() if worker != gone}
         for command in entry.commands:
             match command:
                 case Start(task):
-                    busy[task.id] = task.worker
+                    busy[task.id], started[task.id] = task.worker, task.since
                 case Cancel(id):
                     del busy[id]
-    assert meter.busy_seconds == pytest.approx(sum(seconds.values()))
+    assert meter.busy_seconds == pytest.approx(sum(seconds.values()) - waiting)
     time = sum((i + 1) * seconds[f"w{i}"] for i in range(4))
     assert meter.dollars == pytest.approx(time + 1e-3 * (meter.down_bytes + meter.up_bytes))
     again = Meter.begin(run.journal.header)
@@ -140,7 +144,7 @@ def test_every_run_tells_its_costs(engine: TrainingEngine) -> None:
 
 def test_sync_gives_the_same_bits_on_every_engine(engine: TrainingEngine) -> None:
     run = fit(engine, pl.sync())
-    reference = fit(pl.Simulator(workers=4, delays=pl.Pareto(1.0, 1.5)), pl.sync())
+    reference = fit(pl.Simulator(workers=4, delays=pl.delays.Pareto(1.0, 1.5)), pl.sync())
     assert torch.equal(flat(run.model), flat(reference.model))
 
 
@@ -148,17 +152,19 @@ def test_placed_data_give_the_same_bits_on_every_engine(engine: TrainingEngine) 
     """Equal tiles that stay, with all awaited: it does not matter who is quick."""
 
     def model(on: TrainingEngine) -> Tensor:
-        placement = pl.Placed(TILES, move=False, most=16)  # and so all tasks are of 16 samples
+        placement = pl.policies.Placed(
+            TILES, move=False, max_samples=16
+        )  # and so all tasks are of 16 samples
         trainer = pl.Trainer(make_learner(), pl.sync(), on, progress=False, placement=placement)
         return flat(trainer.fit(steps=20).model)
 
-    assert torch.equal(model(engine), model(pl.Simulator(4, pl.Pareto(1.0, 1.5))))
+    assert torch.equal(model(engine), model(pl.Simulator(4, pl.delays.Pareto(1.0, 1.5))))
 
 
 CODECS: dict[str, Callable[[], Codec]] = {
-    "everything": lambda: pl.TopK(1.0),
-    "bfloat16": lambda: pl.BFloat16(),
-    "feedback": lambda: pl.Feedback(pl.Chain(pl.TopK(0.1), pl.Int8())),
+    "everything": lambda: pl.codecs.TopK(1.0),
+    "bfloat16": lambda: pl.codecs.BFloat16(),
+    "feedback": lambda: pl.codecs.Feedback(pl.codecs.Chain(pl.codecs.TopK(0.1), pl.codecs.Int8())),
 }
 
 
@@ -170,7 +176,7 @@ def test_results_travel_encoded(engine: TrainingEngine, name: str) -> None:
 
     plain, run = fit_by(pl.sync(), None), fit_by(pl.sync(), CODECS[name]())
     sent = run.meter.up_bytes / plain.meter.up_bytes
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
     assert run.metrics["loss"][-5:].mean() < 0.5 * run.metrics["loss"][:3].mean()
     if name == "everything":
         assert torch.equal(flat(run.model), flat(plain.model))
@@ -191,36 +197,36 @@ def test_results_travel_as_far_as_they_changed(engine: TrainingEngine) -> None:
 
     if getattr(engine, "servers", None) is not None:
         with pytest.raises(ValueError, match="servers see the results that a step uses"):
-            fit_by(pl.sync(), pl.Lazy())
+            fit_by(pl.sync(), pl.codecs.Lazy())
         return
     plain = fit_by(pl.sync(), None)
-    same = fit_by(pl.sync(), pl.Lazy())
+    same = fit_by(pl.sync(), pl.codecs.Lazy())
     assert torch.equal(flat(same.model), flat(plain.model))
     # Late results, cancelled ones, and several of one worker in a step.
     for policy in (pl.sync(), pl.k_sync(2), pl.rennala(6), pl.ringmaster(3, stops=False)):
         for codec, share in (
-            (pl.Lazy(codec=pl.Chain(pl.TopK(0.2), pl.Int8())), 0.2),
-            (pl.Lazy(pl.OnChange(0.4, every=10)), 0.95),
+            (pl.codecs.Lazy(codec=pl.codecs.Chain(pl.codecs.TopK(0.2), pl.codecs.Int8())), 0.2),
+            (pl.codecs.Lazy(pl.codecs.OnChange(0.4, every=10)), 0.95),
         ):
             steps = 40 if policy.k != 1 else 160
             run = fit_by(policy, codec, steps)
             assert run.metrics["loss"][-5:].mean() < 0.7 * run.metrics["loss"][:3].mean()
             arrived = sum(isinstance(entry.event, Finished) for entry in run.journal)
             assert run.meter.up_bytes < share * arrived * run.meter.message_bytes
-            assert pl.replay(run.policy, run.journal) == run.journal
+            assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_models_travel_as_changes(engine: TrainingEngine) -> None:
     def fit_down(policy: Policy, down: Codec | None, steps: int = 40) -> pl.Run:
-        trainer = pl.Trainer(make_learner(), policy, engine, progress=False, down=down)
+        trainer = pl.Trainer(make_learner(), policy, engine, progress=False, model_codec=down)
         return trainer.fit(steps=steps)
 
     if getattr(engine, "servers", None) is not None:
         with pytest.raises(ValueError, match="servers publish slices of the model as they are"):
-            fit_down(pl.sync(), pl.Int8())
+            fit_down(pl.sync(), pl.codecs.Int8())
         return
     plain = fit_down(pl.sync(), None)
-    same = fit_down(pl.sync(), pl.TopK(1.0))
+    same = fit_down(pl.sync(), pl.codecs.TopK(1.0))
     assert torch.allclose(flat(same.model), flat(plain.model), atol=1e-4)
     # Who misses three versions, as without waiting, is sent four messages.
     for policy, steps, share in (
@@ -228,10 +234,10 @@ def test_models_travel_as_changes(engine: TrainingEngine) -> None:
         (pl.k_sync(3), 40, 0.45),
         (pl.asynchronous(4), 160, 0.8),
     ):
-        run = fit_down(policy, pl.Chain(pl.TopK(0.2), pl.Int8()), steps)
+        run = fit_down(policy, pl.codecs.Chain(pl.codecs.TopK(0.2), pl.codecs.Int8()), steps)
         assert run.metrics["loss"][-5:].mean() < 0.6 * run.metrics["loss"][:3].mean()
         assert run.meter.down_bytes < share * run.meter.started * run.meter.message_bytes
-        assert pl.replay(run.policy, run.journal) == run.journal
+        assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_steps_are_numbered_and_follow_their_commands(engine: TrainingEngine) -> None:
@@ -252,10 +258,8 @@ def test_a_finished_task_was_started_and_is_reported_once(engine: TrainingEngine
     assert len(finished) == len(set(finished))
 
 
-class Alarm:
+class Alarm(Policy):
     """Sets timers out of order, moves one, clears one, and notes which it is told of."""
-
-    wants: frozenset[Want] = frozenset()
 
     def __init__(self) -> None:
         self.set_at = 0.0
@@ -282,10 +286,8 @@ def test_timers_fire_in_time_and_in_order(engine: TrainingEngine) -> None:
         assert at >= alarm.set_at + after
 
 
-class Fickle:
+class Fickle(Policy):
     """Cancels each task of w0 as soon as another result is there, and gives it a new one."""
-
-    wants: frozenset[Want] = frozenset()
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if view.version >= 15:
@@ -296,7 +298,7 @@ class Fickle:
             for task in [t for t in view.running.values() if t.worker == "w0"]:
                 yield Cancel(task.id)
         for worker in list(view.idle):
-            yield Assign(worker, pl.Work(samples=8))
+            yield Assign(worker, pl.protocol.Work(samples=8))
 
 
 def test_cancelled_work_never_comes_back(engine: TrainingEngine) -> None:
@@ -310,13 +312,11 @@ def test_cancelled_work_never_comes_back(engine: TrainingEngine) -> None:
 
 
 def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) -> None:
-    class Queue:
-        wants: frozenset[Want] = frozenset()
-
+    class Queue(Policy):
         def react(self, view: View, event: Event) -> Iterator[Command]:
             if isinstance(event, Joined) and event.worker == "w1":
                 for _ in range(5):
-                    yield Assign("w1", pl.Work(samples=8))
+                    yield Assign("w1", pl.protocol.Work(samples=8))
             if len(view.held) == 5:
                 yield Stop("all five")
 
@@ -325,14 +325,15 @@ def test_several_tasks_on_one_worker_are_done_in_turn(engine: TrainingEngine) ->
 
 
 @dataclass
-class Curious:
+class Curious(Wrapper):
     """Asks for statistics, and does nothing with them."""
 
-    wants: frozenset[Want]
-    inner: pl.Gather = field(default_factory=pl.sync)
+    asked: frozenset[Want]
+    inner: Policy = field(default_factory=pl.sync)
 
-    def react(self, view: View, event: Event) -> Iterator[Command]:
-        yield from self.inner.react(view, event)
+    @property
+    def wants(self) -> frozenset[Want]:
+        return self.asked
 
 
 def test_a_product_may_be_with_an_earlier_step(engine: TrainingEngine) -> None:
@@ -371,7 +372,7 @@ def test_resumed_sync_is_bit_for_bit_the_same(engine: TrainingEngine, tmp_path: 
         again = pl.Trainer(make_learner(), pl.sync(), engine, progress=False).resume(path)
         run = again.fit(steps=20)
         assert torch.equal(flat(run.model), flat(whole.model))
-        assert pl.replay(run.policy, run.journal) == run.journal
+        assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_batch_norm_and_dropout_are_the_same_on_every_engine(engine: TrainingEngine) -> None:
@@ -397,11 +398,15 @@ def test_deadline_steps_in_time_on_what_was_done(engine: TrainingEngine) -> None
     assert np.diff(run.metrics["seconds"]).max() < 2.0  # a step may come late, never not at all
     assert run.metrics["samples"].max() <= 4 * 64
     assert run.metrics["loss"][-1] < run.metrics["loss"][0]
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_diloco_trains(engine: TrainingEngine) -> None:
-    learner = make_learner(outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))
+    learner = make_learner(
+        outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
+        inner_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 120),
+        inner_transform=pl.learners.ClipNorm(2.0),
+    )
     run = pl.Trainer(learner, pl.local_sgd(steps=5), engine, progress=False).fit(steps=12)
     assert run.metrics["loss"][-1] < 0.5 * run.metrics["loss"][0]
     assert run.metrics["samples"][0] == 5 * 64
@@ -411,7 +416,7 @@ def play(engine: TrainingEngine, policy: Policy) -> Coordinator:
     """Drive a policy that stops by itself."""
     learner = make_learner()
     coordinator = Coordinator(policy, learner.batch_size)
-    engine.open(Job(learner, learner.server()))
+    engine.open(Job(learner=learner, server=learner.server()))
     try:
         run({MAIN: coordinator}, engine)
     finally:

@@ -21,6 +21,7 @@ from tests.console import Command, Edit, File, check, loose, read, snippets
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("paceline doctor", "paceline profile", "paceline plan")  # differ by machine and scipy
+REAL = {"Install", "Is this machine well?", "The same on real processes"}  # as this machine is
 
 pytestmark = [pytest.mark.fresh, pytest.mark.timeout(900)]
 
@@ -128,10 +129,13 @@ def test_the_readme_and_the_ten_minutes(checkout: Path, tmp_path: Path) -> None:
                     (session.folder / name).write_text(text)
                 case Edit():
                     step.apply(session.folder)
-                case Command(line, shown):
+                case Command(line, shown, section):
                     printed = session.type(line)
                     lines = loose(shown) if line.startswith(MEASURED) else shown
-                    check(lines, printed, tolerance=inf)
+                    # What is planned follows from what was measured.
+                    varies = section in REAL or line.startswith(MEASURED) or "planned" in line
+                    check(lines, printed, tolerance=inf if varies else 0.02)
+        assert "w7 was the slowest" in (session.folder / "sync.html").read_text()  # as it says
         (example,) = snippets(checkout / "README.md")
         (tmp_path / "readme.py").write_text(example)
         printed = session.type(f"python {tmp_path / 'readme.py'}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
 from paceline.report.columns import BLOCK
 
 FIRST = 2 * BLOCK + 8
@@ -24,10 +24,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "asynchronous": pl.asynchronous,
     "ringmaster": lambda: pl.ringmaster(2),
     "deadline": lambda: pl.deadline(1.0),
-    "bandit": lambda: pl.bandit(2, index=pl.Thompson(), discount=0.9),
-    "by_speed": lambda: pl.Gather(placement=pl.BySpeed()),
-    "growing": lambda: pl.k_sync(pl.GrowOnNoise(1, 3, memory=5)),
-    "gossip": lambda: pl.Gossip(pl.ring(3)),
+    "bandit": lambda: pl.bandit(2, index=pl.selection.Thompson(), discount=0.9),
+    "by_speed": lambda: pl.policies.Gather(placement=pl.BySpeed()),
+    "growing": lambda: pl.k_sync(pl.policies.GrowOnNoise(1, 3, memory=5)),
+    "gossip": lambda: pl.gossip.Gossip(pl.gossip.ring(3)),
 }
 
 
@@ -49,8 +49,8 @@ class Weighed(pl.Callback):
 def grown(policy: Policy, journal: Path | None, *more: pl.Callback) -> int:
     """Return how many bytes more there are after the last step than after the first."""
     weighed = Weighed()
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.01, batch_size=8)
-    engine = pl.Simulator(3, pl.Exponential(1.0), pl.Link(latency=0.01))
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.01, batch_size=8)
+    engine = pl.Simulator(3, pl.delays.Exponential(1.0), pl.delays.Link(latency=0.01))
     trainer = pl.Trainer(
         learner, policy, engine, journal=journal, callbacks=[weighed, *more], progress=False
     )

@@ -35,7 +35,7 @@ REASONED: dict[tuple[str, str], str] = {
     ("ddp/hooks.py", "future.wait"): "it is done: `then` calls back when the group, whose timeout "
     "is init_process_group's, has answered",
     ("engines/ray/engine.py", "reducer.wait"): "each server has start_timeout, and few lives",
-    ("engines/ray/probe.py", "sys.stdin.read"): "a process of ours, which is ended in time",
+    ("engines/ray/cluster/probe.py", "sys.stdin.read"): "a process of ours, which is ended in time",
     ("cli/doctor.py", WITH_POPEN): "its group has been killed by then",
     ("testing/hosts.py", "with self.popen"): "it has ended, or has been killed",
     ("testing/slow.py", "child.__exit__"): "it has ended, or has been killed",

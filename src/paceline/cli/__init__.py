@@ -1,1 +1,1 @@
-"""The `paceline` command. What takes long to import is imported inside the commands."""
+"""The `paceline` command; slow imports are inside the commands."""

@@ -1,4 +1,4 @@
-"""The `paceline` command: its verbs, and how it fails."""
+"""The `paceline` command: its subcommands and its error handling."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.cli.profile import profile
 from paceline.cli.replay import replay
 from paceline.cli.train import train
 
-_EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # whose texts say what to do
+_EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # their messages say what to do
 
 
 class Commands(click.Group):
-    """Tells of an error in one sentence on stderr, with exit code 1."""
+    """Prints an error as one sentence on stderr, with exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their use
@@ -52,7 +52,8 @@ def _told(error: Exception) -> str:
 def app(debug: bool) -> None:
     """Train one model on unequal, unreliable, far-apart machines.
 
-    Exit codes: 0 fine, 1 the run or check failed, 2 wrong usage, 3 not the same (replay).
+    Exit codes: 0 fine, 1 the run or check failed, 2 wrong usage, 3 not the same (replay),
+    143 ended by SIGTERM (train).
     """
 
 
@@ -62,5 +63,5 @@ for command in _ORDER:
 
 
 def main() -> None:
-    """Be the command."""
+    """Run the `paceline` command."""
     app(prog_name="paceline")

@@ -1,4 +1,4 @@
-"""`paceline doctor`: is everything there, who can be reached, and how quick is it?"""
+"""`paceline doctor`: check this machine and a Ray cluster, and measure its workers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import click
 from paceline.cli.show import json_option, patience, print_json, table
 
 RAY = (2, 59)
-"""The oldest Ray, see pyproject.toml."""
+"""The oldest supported version of Ray, see pyproject.toml."""
 ROOM = 2**30
-"""Bytes of memory, and of shared memory, that a cluster here has its objects in."""
+"""Bytes of memory, and of shared memory, that a cluster on this machine needs for objects."""
 SLOW = 2.0
-"""Times slower than the quickest, from which on a worker is worth a word."""
+"""A worker that is this many times slower than the quickest gets a warning."""
 _GRACE = 10.0  # seconds beyond the timeout, for Ray to start and to end
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, and what to do about it."""
+    """The result of one check, and how to fix it."""
 
     level: Literal["ok", "warning", "error"]
     text: str
@@ -53,7 +53,7 @@ class Finding:
 def doctor(address: str | None, workers: int | None, timeout: float, as_json: bool) -> None:
     """Check this machine and a Ray cluster, and measure its workers.
 
-    Exit code 1 if something would keep a run from working; warnings do not count.
+    Exit code 1: a run would fail. Warnings do not count.
     """
     mine = host()
     findings = list(of_host(mine))
@@ -76,29 +76,29 @@ def doctor(address: str | None, workers: int | None, timeout: float, as_json: bo
 
 
 def host() -> dict[str, Any]:
-    """Return figures of this machine; without Ray, what can be known without it."""
+    """Return data about this machine; without Ray, only the version of Python."""
     try:
-        from paceline.engines.ray.checkup import host as known
+        from paceline.engines.ray.cluster.checkup import host as known
     except ImportError as error:
         return {"missing": str(error), "versions": {"python": platform.python_version()}}
     return known()
 
 
 def ask(address: str | None, workers: int | None, timeout: float) -> dict[str, Any]:
-    """Have another process examine the cluster, and end it if it takes too long."""
+    """Examine the cluster in another process; kill the process after the timeout."""
     given = json.dumps({"address": address, "workers": workers, "timeout": timeout})
-    command = [sys.executable, "-m", "paceline.engines.ray.checkup", given]
+    command = [sys.executable, "-m", "paceline.engines.ray.cluster.checkup", given]
     return answer_of(command, timeout + _GRACE)
 
 
 def answer_of(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Return the last line that a process prints, as JSON; end it and what it started in time."""
+    """Return the last line that a process prints, as JSON; kill it with its child processes."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # with all that it starts
+        start_new_session=True,  # so that killpg reaches its children
     ) as process:
         try:
             output, _ = process.communicate(timeout=seconds)
@@ -117,11 +117,11 @@ def answer_of(command: Sequence[str], seconds: float) -> dict[str, Any]:
     return {"error": f"Ray ended with code {process.returncode} and without an answer"}
 
 
-# --- what to think of it -----------------------------------------------------------------------
+# --- findings ----------------------------------------------------------------------------------
 
 
 def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge this machine."""
+    """Yield the findings on this machine."""
     there = mine["versions"]
     if "missing" in mine or "ray" not in there:
         why = mine.get("missing", "it is not installed")
@@ -135,6 +135,13 @@ def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("error", f"{told}: PyTorch is missing", "pip install torch")
     else:
         yield Finding("ok", told)
+    load, cores = mine.get("load"), mine["cores"]
+    if load is not None and cores and load > cores:
+        yield Finding(
+            "warning",
+            f"a load of {load:.1f} on {cores} cores: other processes compute here",
+            "end them, or expect Ray to start slowly and workers to be slow",
+        )
     free, shared = mine["free_memory"], mine["shared_memory"]
     text = f"{mine['cores']} cores, {_size(free)} of {_size(mine['memory'])} memory free"
     if free is not None and free < ROOM:
@@ -159,7 +166,7 @@ def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
 def of_cluster(
     cluster: Mapping[str, Any], mine: Mapping[str, Any], address: str | None
 ) -> Iterator[Finding]:
-    """Judge what a cluster said, or that it said nothing."""
+    """Yield the findings on the answer of a cluster, or on its missing answer."""
     if "error" in cluster:
         fix = (
             "on the head: ray start --head --port 6379; here: --address HOST:6379, a port that no "

@@ -1,4 +1,4 @@
-"""`paceline env`: what to set before `ray start`."""
+"""`paceline env`: environment variables to set before `ray start`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.cli.show import json_option, print_json
 def environment(as_json: bool) -> None:
     """Print settings of Ray for training on machines that fail: eval "$(paceline env)".
 
-    On every machine, before `ray start`: a token is needed to run code there, workers do not yield
-    to everything else, and a machine that is silent for five seconds is lost, not after a minute.
+    Use it on every machine before `ray start`. Running code there then needs a token, and workers
+    do not yield to all other processes. A machine that is silent counts as lost after five
+    seconds, not after a minute.
     """
-    from paceline.engines.ray.settings import SETTINGS
+    from paceline.engines.ray.cluster.settings import SETTINGS
 
     if as_json:
         print_json(dict(SETTINGS))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.journals import JOURNAL
-from paceline.cli.show import json_option, patience, print_json
+from paceline.cli.show import json_option, patience, print_json, spare_journal
 
 VIEWER = "https://ui.perfetto.dev"
 
@@ -32,18 +32,18 @@ VIEWER = "https://ui.perfetto.dev"
 )
 @json_option
 def export(journals: Sequence[Path], output: Path, kind: str, as_json: bool) -> None:
-    """Write the runs of JOURNALS as a timeline: who computed what, when, and what became of it.
+    """Write the runs of JOURNALS as a timeline: each task with its worker, its time and its fate.
 
-    Several journals, such as those of a run without a main node, are put one below the other.
+    Several journals, such as those of a decentralized run, appear one below the other.
     """
+    from paceline.gossip.metrics import meter_of
     from paceline.report.perfetto import write
 
     names = [str(journal) for journal in journals]
-    if output.exists() and any(output.samefile(journal) for journal in journals):
-        raise ValueError(f"{output} is a journal, and would be lost; give another name to -o")
+    spare_journal(output)
     try:
         with patience(f"writing {output}"):
-            count = write(journals, output)
+            count = write(journals, output, meter_of)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"not a journal: {', '.join(names)} ({error}); give files that Trainer(journal=…) wrote"

@@ -1,4 +1,4 @@
-"""Policies and codecs as text, `k_sync(6)`: read as data, never run as code."""
+"""Policies and codecs as text, `k_sync(6)`: parsed as data, never run as code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICIES = frozenset(
     {
         *("sync", "k_sync", "bandit", "ata", "rennala", "ringmaster", "asynchronous", "k_async"),
         *("local_sgd", "deadline", "coded"),
-        *("Gather", "Deadline", "Among", "Until", "MinWorkers"),
+        *("Gather", "Deadline", "OnlyWorkers", "Until", "MinWorkers"),
     }
 )
 CODECS = frozenset(
@@ -28,7 +28,7 @@ _PARTS = frozenset(
         *("Schedule", "bound_optimal", "GrowWhenStationary", "GrowOnNoise"),
     }
 )
-_VALUES = frozenset({"mean", "faded"})  # functions that are given as they are
+_VALUES = frozenset({"mean", "staleness_weighted"})  # functions that are passed, not called
 _LONGEST = 10_000  # characters
 
 
@@ -50,9 +50,9 @@ def _given(value: str | None, outer: Collection[str]) -> Any:
 
 
 def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
-    """Build what a text describes: calls of known names with literal arguments.
+    """Build the object that a text describes: calls of known names with literal arguments.
 
-    outer: the names that the whole may begin with.
+    outer: the names that the text may begin with.
 
     >>> parse("k_sync(6)").k
     6
@@ -71,7 +71,7 @@ def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
 
 
 def parsed(text: str) -> ast.expr:
-    """Return the tree of an expression, of which nothing has been run."""
+    """Return the syntax tree of an expression; nothing of it is executed."""
     try:
         if len(text) > _LONGEST:
             raise ValueError(f"an expression may have {_LONGEST} characters, and not {len(text)}")
@@ -81,7 +81,7 @@ def parsed(text: str) -> ast.expr:
 
 
 def _build(node: ast.expr, text: str) -> Any:
-    """Build a part of a text."""
+    """Build the object of a node of the syntax tree."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return node.value
@@ -90,7 +90,7 @@ def _build(node: ast.expr, text: str) -> Any:
         case ast.Name(id="inf"):
             return inf
         case ast.Name(id=name) if name in _VALUES:
-            return getattr(paceline, name)
+            return _named(name)
         case ast.List(items) | ast.Tuple(items):
             return [_build(item, text) for item in items]
         case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
@@ -114,6 +114,12 @@ def _call(name: str, node: ast.Call, text: str) -> Any:
             raise ValueError(f"'**' in {text!r}: name the arguments one by one")
         named[keyword.arg] = _build(keyword.value, text)
     try:
-        return getattr(paceline, name)(*given, **named)
+        return _named(name)(*given, **named)
     except (TypeError, AttributeError) as error:  # too few arguments, or of a wrong kind
         raise ValueError(f"{ast.unparse(node)}: {error}") from None
+
+
+def _named(name: str) -> Any:
+    """Return the object of a name; the package's names come before those of its namespaces."""
+    places = (paceline, paceline.policies, paceline.selection, paceline.codecs, paceline.protocol)
+    return next(getattr(place, name) for place in places if name in place.__all__)

@@ -1,4 +1,4 @@
-"""The figures of a run as plain data, and as a row among others."""
+"""The metrics of a run as plain data, and as a row of a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def figures(meter: Meter, header: Header, reason: str) -> dict[str, Any]:
-    """Return what a run did, used and cost, since it was (re)started."""
+    """Return the metrics of a run since it was (re)started."""
     columns = meter.columns
     steps = len(columns["step"])
     seconds = columns["seconds"][-1] - meter.began if steps else 0.0
@@ -36,7 +36,7 @@ def figures(meter: Meter, header: Header, reason: str) -> dict[str, Any]:
         "tasks_lost": meter.lost,
         "tasks_redone": meter.redone,
         "waiting": meter.waiting,
-        "mean_delay": sum(columns["delay"]) / steps if steps else 0.0,
+        "mean_staleness": sum(columns["staleness"]) / steps if steps else 0.0,
         "bytes_down": meter.down_bytes,
         "bytes_up": meter.up_bytes,
         "busy_seconds": meter.busy_seconds,
@@ -52,7 +52,7 @@ def policy_of(header: Header) -> str:
 
 
 def compared(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:
-    """Return one row a run."""
+    """Return a table with one row per run."""
     from paceline.report.text import in_bytes, in_dollars
 
     rows = []

@@ -1,4 +1,4 @@
-"""`paceline report` and `paceline compare`: what runs did, read from their journals."""
+"""`paceline report` and `paceline compare`: summaries of runs, from their journals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.figures import compared, figures, policy_of
-from paceline.cli.show import json_option, patience, print_json, say
+from paceline.cli.show import json_option, patience, print_json, say, spare_journal
 
 if TYPE_CHECKING:
     from paceline.core.journal import Entry, Journal
-    from paceline.report.collect import Record
+    from paceline.report.html.collect import Record
 
 JOURNAL = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -30,16 +30,18 @@ JOURNAL = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @json_option
 def report(journals: Sequence[Path], output: Path | None, as_json: bool) -> None:
-    """Say what the run of JOURNAL did, used, wasted and cost.
+    """Print what the run of JOURNAL did, used, wasted and cost.
 
-    Several JOURNALs are the nodes of one run without a main node.
+    Several JOURNALs are those of the nodes of one decentralized run.
     """
+    if output is not None:
+        spare_journal(output)
     names = [str(path) for path in journals]
     told = f"reading {names[0]}" if len(names) == 1 else f"reading {len(names)} journals"
     with patience(told, _size(journals)) as part:
         record = read_record(journals, part.to)
         if output is not None:
-            from paceline.report.page import write_page
+            from paceline.report.html.page import write_page
 
             write_page(output, record, names)
     if as_json:
@@ -79,10 +81,10 @@ def as_text(record: Record) -> str:
     header, about = record.header, record.header.about or {}
     engine = shortened(str(about.get("engine", "an unknown engine")))
     lines = [f"{policy_of(header)} on {engine}"]
-    nodes = len(record.headers) if record.is_peers else None
+    nodes = len(record.headers) if record.is_decentralized else None
     lines.append(summary(record.meter, record.reason, header.batch, nodes))
-    if record.peers is not None:
-        lines.append(record.peers.lines())
+    if more := record.metrics.lines():
+        lines.append(more)
     if (forecast := about.get("forecast")) is not None:
         lines.append(forecast_line(forecast, record.meter))
     return "\n".join(lines)
@@ -92,13 +94,16 @@ def _size(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def read_record(paths: Sequence[Path], told: Callable[[float], None] | None = None) -> Record:
-    """Read the journals of one run, entry by entry, so that a long one needs no memory.
+def read_record(
+    paths: Sequence[Path], on_progress: Callable[[float], None] | None = None
+) -> Record:
+    """Read the journals of one run, entry by entry, so that memory does not grow with their length.
 
-    told: hears how many bytes have been read.
+    on_progress: called with the number of bytes read so far.
     """
     from paceline.core.journal import read_entries, read_header
-    from paceline.report.collect import collected, named
+    from paceline.gossip.metrics import meters_of
+    from paceline.report.html.collect import collected, named
 
     if len(set(paths)) < len(paths):
         raise ValueError("a journal is given twice; give one of each node of a run")
@@ -113,29 +118,31 @@ def read_record(paths: Sequence[Path], told: Callable[[float], None] | None = No
     def entries(path: str) -> Iterator[Entry]:
         def here(done: float) -> None:
             read[path] = done
-            if told is not None:
-                told(sum(read.values()))
+            if on_progress is not None:
+                on_progress(sum(read.values()))
 
         with _journal(path):
             yield from read_entries(path, here)
 
+    found = {node: headers[name] for node, name in nodes.items()}
     return collected(
-        {node: headers[name] for node, name in nodes.items()},
+        found,
         {node: entries(name) for node, name in nodes.items()},
+        metrics=meters_of(found),
     )
 
 
-def load_journal(path: Path, told: Callable[[float], None] | None = None) -> Journal:
-    """Read a journal, and say in which file it is if it is none."""
+def load_journal(path: Path, on_progress: Callable[[float], None] | None = None) -> Journal:
+    """Read a journal; refuse a file that is not one, by its name."""
     from paceline.core.journal import Journal
 
     with _journal(path):
-        return Journal.load(path, told)
+        return Journal.load(path, on_progress)
 
 
 @contextlib.contextmanager
 def _journal(path: Path | str) -> Iterator[None]:
-    """Say which file is no journal, if it is none."""
+    """Turn an error of reading into one that names the file."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:

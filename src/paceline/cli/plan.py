@@ -1,4 +1,4 @@
-"""`paceline plan` and `paceline simulate`: what to run, and what a run will take."""
+"""`paceline plan` and `paceline simulate`: rank policies, and forecast one policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.cli.expressions import codec_given, policy_given
 from paceline.cli.show import json_option, patience, print_json
 
 if TYPE_CHECKING:
-    from paceline.planner.profile import Profile
+    from paceline.planner.measure.profile import Profile
 
 FLEET = click.Path(exists=True, dir_okay=False, path_type=Path)
 _RATE = click.FloatRange(min=0, min_open=True)
@@ -52,7 +52,7 @@ def plan(
             minimize=minimize,
             workers=workers,
             learning_rate=learning_rate,
-            told=part.to,
+            on_progress=part.to,
         )
     if not as_json:
         click.echo(str(found))
@@ -63,6 +63,7 @@ def plan(
             "target": found.target,
             "minimize": found.goal,
             "entries": rows,
+            "unknown": found.unknown,
             "reason": found.reason,
             "notes": found.notes,
         }
@@ -92,33 +93,38 @@ def simulate(
     seeds: int,
     as_json: bool,
 ) -> None:
-    """Forecast what one policy will take on FLEET, a file that `paceline profile` wrote."""
+    """Forecast a run with one policy on FLEET, a file that `paceline profile` wrote."""
     from paceline.core.state import describe
-    from paceline.planner.forecast import forecast
+    from paceline.planner.forecast.forecast import forecast
 
+    profile = load_fleet(fleet)
     with patience("simulating", 1.0) as part:
         found = forecast(
             policy,
-            load_fleet(fleet),
+            profile,
             learning_rate=learning_rate,
             target=target,
             codec=codec,
             seeds=seeds,
-            told=part.to,
+            on_progress=part.to,
         )
     if as_json:
-        print_json({"policy": describe(policy), **found.about()})
-    else:
-        click.echo(f"{describe(policy)} to a loss of {target:g}: {found}")
+        print_json({"policy": describe(policy), **found.about(), "notes": profile.notes})
+        return
+    until = "" if found.unknown else f" to a loss of {target:g}"
+    click.echo(f"{describe(policy)}{until}: {found}")
+    for note in profile.notes:
+        click.echo(f"note: {note}")
 
 
 def load_fleet(path: Path) -> Profile:
-    """Read a profile, and say in which file it is if it is none."""
-    from paceline.planner.profile import Profile
+    """Read a profile; refuse a file that is not one, by its name."""
+    from paceline.planner.measure.profile import Profile
 
     try:
         return Profile.load(path)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"{path} is not a profile ({error}); write one with `paceline profile SCRIPT -o {path}`"
+            f"{path} is not a profile ({error}); write one with `paceline profile SCRIPT -o "
+            "fleet.json`, and plan for that"
         ) from None

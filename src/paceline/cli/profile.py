@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.scripts import SCRIPT, Made, at_first_fit
-from paceline.cli.show import json_option, patience, print_json, table
+from paceline.cli.scripts import SCRIPT, at_first_fit
+from paceline.cli.show import json_option, patience, print_json, spare_journal, table
 
 if TYPE_CHECKING:
     from paceline.core.protocol import Prices
-    from paceline.planner.profile import Profile
+    from paceline.planner.measure.profile import Profile
+    from paceline.training.observers import Setup
 
 
 def hourly(
@@ -50,6 +52,13 @@ def hourly(
     help="How long to measure workers, on the engine's clock.",
 )
 @click.option(
+    "--loss-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="How long to measure the loss and its curvature at most.",
+)
+@click.option(
     "--floor", type=float, default=0.0, show_default=True, help="The loss of the best model."
 )
 @click.option(
@@ -64,34 +73,34 @@ def profile(
     args: tuple[str, ...],
     output: Path,
     seconds: float,
+    loss_seconds: float,
     floor: float,
     prices_per_hour: float | dict[str, float] | None,
     as_json: bool,
 ) -> None:
-    """Measure what SCRIPT trains with, for `paceline plan`.
+    """Measure the learner and the workers of SCRIPT, for `paceline plan`.
 
-    The script runs until its first fit(); what that trainer was made with is measured instead of
-    trained, and the script ends there. What it prints goes to stderr. Options that this command
-    does not know, and all after --, are the script's.
+    The script runs until its first fit(). There this command measures the trainer's learner and
+    engine instead of training, and ends the script. Output of the script goes to stderr. Options
+    that this command does not know, and all after --, go to the script.
     """
     if not output.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {output.parent} to write {output.name} to; make it")
+    spare_journal(output)
 
-    def measure(made: Made) -> Profile:
-        from paceline.planner.probe import profile as measured
+    def measure(made: Setup) -> Profile:
+        from paceline.planner.measure.probe import profile as measured
 
-        prices = _prices(made.prices, prices_per_hour)
-        with contextlib.ExitStack() as stack:
-            if hasattr(made.engine, "__enter__"):  # it then keeps its processes all along
-                stack.enter_context(cast("contextlib.AbstractContextManager[Any]", made.engine))
-            stack.enter_context(patience("measuring", seconds=_longest(made, seconds)))
+        with patience("measuring") as part:
             return measured(
                 made.learner,
                 made.engine,
                 seconds=seconds,
-                prices=prices,
+                prices=_prices(made.prices, prices_per_hour),
                 floor=floor,
                 seed=made.seed,
+                loss_seconds=loss_seconds,
+                on_progress=part.at,
             )
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -106,21 +115,17 @@ def profile(
             f"loss {surface.loss:.4g}, gradient {surface.gradient_norm:.3g}, largest curvature "
             f"{surface.top:.3g}, of {surface.parameters} parameters"
         )
+    if found.optimizer is not None:
+        click.echo(f"optimizer {_optimizer(found.optimizer)}")
     for note in found.notes:
         click.echo(f"note: {note}")
+    if found.unknown:
+        click.echo(f"note: a plan will be by the time per step only: {found.unknown}")
     click.echo(f"saved {output}; next: paceline plan {output} --target LOSS")
 
 
-def _longest(made: Made, seconds: float) -> float | None:
-    """Return how long it takes at most, but for loading; simulated time is none to wait for."""
-    from paceline.engines.simulator import Simulator
-
-    # Messages of other sizes take a third as long, and training as long again.
-    return None if isinstance(made.engine, Simulator) else (1 + 1 / 3 + 1) * seconds
-
-
 def _prices(known: Prices | None, per_hour: float | dict[str, float] | None) -> Prices | None:
-    """Put the given price in the place of the one that the trainer has."""
+    """Return the trainer's prices, with the given price per hour instead of its own."""
     from dataclasses import replace
 
     from paceline.core.protocol import Prices
@@ -141,6 +146,17 @@ def _workers(found: Profile) -> str:
         for name, worker in found.workers.items()
     ]
     return table(["worker", "s/sample", "latency ms", "down MB/s", "up MB/s", "law"], rows)
+
+
+def _optimizer(given: Mapping[str, Any]) -> str:
+    """Return an optimizer as its user would write it.
+
+    >>> _optimizer({"name": "SGD", "lr": 0.1, "momentum": 0.9, "outer": {"name": "SGD", "lr": 1.0}})
+    'SGD(lr=0.1, momentum=0.9), outer SGD(lr=1.0)'
+    """
+    settings = {key: value for key, value in given.items() if key not in ("name", "outer")}
+    text = f"{given['name']}({', '.join(f'{key}={value}' for key, value in settings.items())})"
+    return f"{text}, outer {_optimizer(given['outer'])}" if "outer" in given else text
 
 
 def _speed(bytes_per_second: float) -> str:
@@ -166,5 +182,7 @@ def _data(found: Profile, output: Path) -> dict[str, Any]:
         "message_bytes": found.message_bytes,
         "loss": None if surface is None else surface.loss,
         "curvature": None if surface is None else surface.top,
+        "optimizer": found.optimizer,
+        "unknown": found.unknown,
         "notes": found.notes,
     }

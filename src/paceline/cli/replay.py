@@ -1,4 +1,4 @@
-"""`paceline replay`: whether a policy decides again as a journal says."""
+"""`paceline replay`: check that a policy makes the decisions of a journal again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.cli.show import json_option, patience, print_json
 
 if TYPE_CHECKING:
     from paceline.core.journal import Journal
-    from paceline.core.protocol import Policy
+    from paceline.core.policy import Policy
 
 DIFFERENT = 3
-"""The exit code if a replay is not the same."""
+"""The exit code if a replay differs from the journal."""
 NOTHING = "no command"
 
 
@@ -34,9 +34,9 @@ NOTHING = "no command"
 )
 @json_option
 def replay(journal: Path, policy: Any, as_json: bool) -> None:
-    """Feed the events of JOURNAL to a policy, and say where it first decides otherwise.
+    """Feed the events of JOURNAL to a policy, and print its first different decision.
 
-    When to begin and end is taken from the journal, unless the policy says so by Until(…).
+    The journal says when to begin and end, unless the policy does by Until(…).
     Exit code 3: not the same.
     """
     with patience(f"reading {journal}", journal.stat().st_size) as part:
@@ -62,7 +62,7 @@ def replay(journal: Path, policy: Any, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """An event at which a replay decides otherwise, and the first command that differs."""
+    """An event at which a replay differs from the journal, and the first different command."""
 
     entry: int  # counted from 1
     seconds: float
@@ -72,17 +72,17 @@ class Difference:
 
 
 def first_difference(
-    policy: Policy, journal: Journal, told: Callable[[float], None] = lambda done: None
+    policy: Policy, journal: Journal, on_progress: Callable[[float], None] = lambda done: None
 ) -> Difference | None:
-    """Return where a replay differs first, None if it never does."""
+    """Return the first difference of a replay, None if there is none."""
     from paceline.core.coordinator import replayed
+    from paceline.core.errors import PolicyError
     from paceline.core.journal import same
-    from paceline.core.ledger import PolicyError
     from paceline.core.state import describe
 
     decisions = replayed(policy, journal)
     for place, recorded in enumerate(journal, 1):
-        told(place)
+        on_progress(place)
         at = place, recorded.now, describe(recorded.event)
         mine = [describe(command) for command in recorded.commands]
         try:
@@ -98,9 +98,9 @@ def first_difference(
 
 
 def driven(policy: Policy | None, text: str) -> Policy:
-    """Return a policy as a trainer drives it: what it is held back by and ended with is the text's.
+    """Return a policy as a trainer drives it, with `MinWorkers` and `Until` taken from the text.
 
-    policy: None for the one that the text names.
+    policy: None for the policy that the text names.
     """
     from paceline.policies.wrappers import MinWorkers, Until
 
@@ -118,7 +118,7 @@ def driven(policy: Policy | None, text: str) -> Policy:
     try:
         outer = _arguments(parsed(text), "Until")
         inner = None if outer is None else _arguments(outer.pop("inner"), "MinWorkers")
-    except ValueError:  # of a policy that is driven by something else than a trainer
+    except ValueError:  # no trainer drove this policy
         return policy
     if outer is None or inner is None:
         return policy

@@ -1,4 +1,4 @@
-"""What commands print: tables or one JSON object on stdout, how long it takes on stderr."""
+"""Output of commands: tables or one JSON object on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 PATIENCE = 2.0
-"""Seconds after which a command says that it is at work."""
+"""Seconds after which a command shows its progress."""
 _BAR = 24  # characters
 
 json_option = click.option(
@@ -23,7 +24,7 @@ json_option = click.option(
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under their names, words to the left and numbers to the right.
+    """Return rows under their names, words aligned to the left and numbers to the right.
 
     >>> print(table(["worker", "s"], [["w0", "1.5"], ["w1", "12"]]))
     worker    s
@@ -38,18 +39,31 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
+def spare_journal(output: Path) -> None:
+    """Refuse to overwrite a journal."""
+    from paceline.core.journal import read_header
+
+    if not output.is_file():
+        return
+    try:
+        read_header(output)
+    except (ValueError, TypeError):
+        return  # it is no journal
+    raise ValueError(f"{output} is a journal, and would be lost; give another name to -o")
+
+
 def say(text: str) -> None:
     """Print a line for people, on stderr."""
     click.echo(text, err=True)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """Print one object. What is no number for JSON (nan, infinity) becomes null."""
+    """Print one object; numbers that JSON does not have (nan, infinity) become null."""
     click.echo(json.dumps(plain(data), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it.
+    """Return a value in the types of JSON.
 
     >>> plain({"a": (1.5, float("inf"))})
     {'a': [1.5, None]}
@@ -64,17 +78,22 @@ def plain(value: Any) -> Any:
 
 
 class Part:
-    """How far something is, as told by who does it."""
+    """The progress of an operation, as the operation reports it."""
 
     def __init__(self, total: float | None) -> None:
         self._total, self._done = total, 0.0
+        self.what = ""  # the current stage
+
+    def at(self, what: str, share: float) -> None:
+        """Set the current stage, and the share of it that is done."""
+        self.what, self._total, self._done = f" {what}", 1.0, share
 
     def to(self, done: float) -> None:
-        """Say that so much of the total is done, or more if that was said before."""
+        """Set how much of the total is done; a smaller value than before is ignored."""
         self._done = max(self._done, done)
 
     def bar(self, live: bool) -> str:
-        """Return it as a bar on a terminal and as a percentage elsewhere, "" without a total."""
+        """Return a bar on a terminal and a percentage elsewhere; "" without a total."""
         if not self._total:
             return ""
         part = min(max(self._done / self._total, 0.0), 1.0)
@@ -87,29 +106,25 @@ def patience(
     text: str,
     total: float | None = None,
     *,
-    seconds: float | None = None,
     after: float = PATIENCE,
     stream: TextIO | None = None,
 ) -> Iterator[Part]:
-    """Say on stderr what goes on and for how long, if it takes longer than two seconds.
+    """Show on stderr the operation and its time, if it takes longer than two seconds.
 
-    On a terminal one line is kept current; elsewhere there is a line every ten seconds.
+    On a terminal one line is kept current; elsewhere a line is printed every ten seconds.
 
-    total: of what is to be done, if it is known; `Part.to` then says how much is.
-    seconds: that it takes at most, if these are known instead.
+    total: the amount of work, if known; `Part.to` then sets how much is done.
     """
     out = stream or sys.stderr
     live = out.isatty()
     done, began = threading.Event(), time.monotonic()
-    part = Part(seconds if total is None else total)
+    part = Part(total)
 
     def tell() -> None:
         wait, last = after, ""
         while not done.wait(wait):
             passed = time.monotonic() - began
-            if total is None:
-                part.to(passed)
-            line = f"{text}: {passed:.0f} s{part.bar(live)}"
+            line = f"{text}{part.what}: {passed:.0f} s{part.bar(live)}"
             out.write(f"\r\033[K{line}" if live else f"{line}\n")
             out.flush()
             wait, last = (1.0, "\r\033[K") if live else (10.0, "")
@@ -122,4 +137,4 @@ def patience(
         yield part
     finally:
         done.set()
-        thread.join(PATIENCE)  # a terminal that takes no line must not keep the answer back
+        thread.join(PATIENCE)  # a blocked terminal must not delay the answer

@@ -1,4 +1,4 @@
-"""`paceline train`: run a script, and tell what came of it."""
+"""`paceline train`: run a script, and print its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from paceline.cli.scripts import SCRIPT, run_script, shown_live, watched
+from paceline.cli.scripts import SCRIPT, run_script, watched
 from paceline.cli.show import json_option, print_json, say
 
 
@@ -20,15 +20,13 @@ from paceline.cli.show import json_option, print_json, say
 def train(script: Path, args: tuple[str, ...], live: bool, as_json: bool) -> None:
     """Run SCRIPT with ARGS, as `python SCRIPT ARGS` would.
 
-    The last run's summary is printed, unless the script asks for one itself. Options go before
-    SCRIPT; all that follows it is the script's.
+    The summary of the last run is printed, unless the script asks for one itself. Options go before
+    SCRIPT; everything after SCRIPT belongs to the script.
     """
     code: object = 0
-    with watched() as seen, contextlib.ExitStack() as stack:
+    with watched(live) as seen, contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if live:
-            stack.enter_context(shown_live())
         try:
             run_script(script, args)
         except SystemExit as end:

@@ -1,1 +1,5 @@
-"""What is sent: vectors written as shorter messages, and what is kept back for the next one."""
+"""Codecs: write vectors as shorter messages, and keep what is left out for the next message."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

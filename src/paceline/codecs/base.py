@@ -1,15 +1,15 @@
-"""What a codec is: it writes a vector as a message, and reads the message as a vector again.
+"""The codec protocol: a codec writes a vector as a message, and reads the message as a vector.
 
 Vectors are flat tensors of float32 or float64 on any device, and the parts of a message are flat
-tensors in the types that travel. A key, a whole number from 0 to 2^63 - 1, settles whatever is
-random: equal vectors with equal keys give equal messages, on the same kind of device.
+tensors in the types that travel. A key, a whole number from 0 to 2^63 - 1, seeds all randomness:
+equal vectors with equal keys give equal messages, on the same kind of device.
 """
 
 from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
@@ -25,7 +25,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What travels in place of a vector, and the learning rate of the step that it was made for."""
+    """The encoded form of a vector, and the learning rate of the step that it was made for."""
 
     parts: tuple[Tensor, ...]
     rate: float = 1.0
@@ -40,24 +40,29 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the parts, without those of a header."""
+        """The bytes of the parts, without the header."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
 
 class Sender(Protocol):
-    """Sends one vector after the other, and may remember what it did not send."""
+    """Sends vectors in turn, and may remember the part of each vector that it left out."""
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
-        """Return the message for a vector that a step of this learning rate will take."""
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
+        """Return the message for a vector that a step of this learning rate will use.
+
+        model: the model on which the vector was computed.
+        """
 
     def refund(self, message: Message) -> None:
-        """Take back a message that no step has used."""
+        """Add a message that no step used back to the memory."""
 
     def state_dict(self) -> State:
-        """Return what is remembered."""
+        """Return the memory."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Remember what another sender of this kind did."""
+        """Load the memory of another sender of this kind."""
 
 
 class Codec(Protocol):
@@ -70,7 +75,32 @@ class Codec(Protocol):
         """Return the vector of this size that a message stands for."""
 
     def sender(self, size: int) -> Sender:
-        """Return what sends vectors of this size again and again."""
+        """Return a sender for a sequence of vectors of this size."""
+
+
+class Reader(Protocol):
+    """Reads the messages of one sender in turn."""
+
+    def take(self, message: Message, dtype: torch.dtype) -> Tensor:
+        """Return the vector after the next message; it is never changed in place."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the memory of the sender, so that both ends agree."""
+
+
+@runtime_checkable
+class TwoEnded(Codec, Protocol):
+    """A codec with a memory at both ends: each message builds on all messages before it.
+
+    Engines do not cut its vectors into slices. They read every message, even if no step uses the
+    result.
+    """
+
+    def whole_sender(self, sizes: Sequence[int]) -> Sender:
+        """Return the sender of vectors that consist of tensors of these sizes."""
+
+    def reader(self, sizes: Sequence[int]) -> Reader:
+        """Return the reader of that sender's messages."""
 
 
 @runtime_checkable
@@ -91,11 +121,13 @@ class Stateless:
 
     codec: Codec
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
         return Message(self.codec.encode(vector, key).parts, rate)
 
     def refund(self, message: Message) -> None:
-        """Do nothing: there is no memory to give it back to."""
+        """Do nothing: this sender has no memory."""
 
     def state_dict(self) -> State:
         return {}
@@ -106,7 +138,7 @@ class Stateless:
 
 
 def checked(vector: Tensor) -> Tensor:
-    """Return the vector in one piece and without history, or say what vectors must be."""
+    """Return the vector contiguous and detached; refuse any but flat float vectors."""
     if vector.dim() != 1 or vector.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"a vector of shape {tuple(vector.shape)} and type {vector.dtype}; "
@@ -116,7 +148,7 @@ def checked(vector: Tensor) -> Tensor:
 
 
 def parts_of(message: Message, count: int, codec: object) -> tuple[Tensor, ...]:
-    """Return the parts of a message, or say that the codec never made it."""
+    """Return the parts of a message; refuse a message that is not of `count` parts."""
     if len(message.parts) != count:
         raise ValueError(
             f"a message of {len(message.parts)} parts, where {codec} sends {count}; "
@@ -127,7 +159,7 @@ def parts_of(message: Message, count: int, codec: object) -> tuple[Tensor, ...]:
 
 def generator(key: int, device: torch.device) -> torch.Generator:
     """Return the random generator for a key on a device."""
-    # Hashed, since torch's generator on the CPU takes no more than 32 bits of a seed.
+    # Hashed, since torch's generator on the CPU uses only 32 bits of a seed.
     seed = int(np.random.SeedSequence(valid_key(key)).generate_state(1)[0])
     return torch.Generator(device).manual_seed(seed)
 
@@ -166,7 +198,7 @@ def pack(message: Message) -> Bytes:
     packed[:at] = np.frombuffer(fixed + table, np.uint8)
     for part in message.parts:
         if not part.numel():
-            continue  # which has no stride to be viewed by
+            continue  # an empty part has no stride to view it by
         raw = part.detach().contiguous().view(torch.uint8).cpu().numpy()
         packed[at : at + raw.size] = raw
         at += raw.size
@@ -174,7 +206,7 @@ def pack(message: Message) -> Bytes:
 
 
 def unpack(packed: NDArray[Any]) -> Message:
-    """Return the message in a packed array, without copies of what lies aligned in it."""
+    """Return the message in a packed array; aligned parts are views, the others copies."""
     if packed.dtype != np.uint8 or packed.ndim != 1 or not packed.flags.c_contiguous:
         raise ValueError(
             f"an array of shape {packed.shape} and type {packed.dtype}; "
@@ -206,7 +238,7 @@ def unpack(packed: NDArray[Any]) -> Message:
 
 
 def view(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor that is only read."""
+    """Return a tensor view of an array, for reading only."""
     with warnings.catch_warnings():  # arrays of an object store are read-only, and never written to
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

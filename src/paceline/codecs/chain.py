@@ -1,4 +1,4 @@
-"""A codec made of two: the numbers that the first one sends are encoded by the second."""
+"""A codec made of two: the second encodes the numbers that the first sends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.codecs.base import Codec, Message, Sender, State, Stateless, Value
 class Chain:
     """Encodes by `first`, and the floating-point numbers of its message by `second`.
 
-    What travels is the message of the second, and what the first sends besides its numbers. Chains
-    nest to either side: `Chain(RandomK(0.5), Chain(TopK(0.02), Int8()))` sends 1 % as bytes.
+    The message holds the parts of the second, then the other parts of the first. Chains nest to
+    either side: `Chain(RandomK(0.5), Chain(TopK(0.02), Int8()))` sends 1 % as bytes.
     """
 
     first: Valued
@@ -28,11 +28,11 @@ class Chain:
                 f"{self.first} sends no floating-point numbers that {self.second} could encode; "
                 "begin with TopK, RandomK or LowRank, and put error feedback around the chain"
             )
-        _ = self.first.extras  # which a chain that ends in whole numbers refuses
+        _ = self.first.extras  # a chain that ends in whole numbers raises here
 
     @property
     def extras(self) -> int:
-        """The parts after the numbers, if the second sends such."""
+        """The number of parts after the numbers; raises if the second sends no numbers."""
         return _valued(self).extras + self.first.extras
 
     def count(self, size: int) -> int:
@@ -72,11 +72,13 @@ class _ChainSender:
         self._chain = chain
         self._first = first
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
         return self._chain._joined(self._first.send(vector, key, rate), key)
 
     def refund(self, message: Message) -> None:
-        """Do nothing: what can be first in a chain has no memory of what it sent."""
+        """Do nothing: no codec that can be first in a chain remembers what it sent."""
 
     def state_dict(self) -> State:
         return self._first.state_dict()
@@ -95,6 +97,6 @@ def _valued(chain: Chain) -> Valued:
 
 
 def _next_key(key: int) -> int:
-    """Return another key, so that what is random in the second does not follow the first."""
+    """Return another key, so that the randomness of the second is independent of the first."""
     high = np.random.SeedSequence([valid_key(key), 1]).generate_state(1, np.uint64)[0]
     return int(high) >> 1

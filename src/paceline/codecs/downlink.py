@@ -1,9 +1,9 @@
-"""Models on their way to workers: as changes of a public copy that both ends keep.
+"""Model codec: sends models to workers as changes of a public copy that both ends keep.
 
-The server keeps the copy that its messages add up to, x̂. What it sends for a version x is C(x - x̂),
-and x̂ moves by what that decodes to; so whatever a message leaves out is in the next difference, and
-nothing else needs to be remembered. Workers compute on x̂. One that has missed some versions is sent
-their messages, or the copy whole if that is shorter. What is not trained is sent as it is.
+The server keeps the copy that its messages add up to, x̂. For a version x it sends C(x - x̂), and
+x̂ moves by the decoded message. The next difference holds what a message left out, so that no
+other memory is needed. Workers compute on x̂. A worker that missed versions gets their messages,
+or the whole copy once these are longer than it. Untrained numbers are sent unencoded.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.codecs.base import Bytes, Codec, Message, pack
+from paceline.codecs.base import Bytes, Codec, Message, TwoEnded, pack
 from paceline.codecs.feedback import DeepGradient, Feedback, expands
-from paceline.codecs.lazy import Lazy
 from paceline.codecs.uplink import received
 
 
 class Downlink:
-    """The server's side: the public copy, and the messages that made it."""
+    """The server's end: the public copy, and the newest messages that made it."""
 
     def __init__(self, codec: Codec, vector: NDArray[Any], trained: int) -> None:
-        check_memoryless(codec, "down")
+        check_memoryless(codec, "model_codec")
         self._codec, self._trained = codec, trained
         self.copy = np.array(vector)
         self._changes: OrderedDict[int, Bytes] = OrderedDict()  # by the version they lead to
         self._first = -1  # the version before the first of them
 
     def publish(self, version: int, vector: NDArray[Any]) -> NDArray[Any]:
-        """Move the copy towards a version of the model; return it."""
+        """Move the copy towards a version of the model, and return the copy."""
         if version in self._changes or (not self._changes and version == self._first):
             return self.copy
         if self._first < 0:
@@ -44,7 +43,7 @@ class Downlink:
         message = self._codec.encode(change, version)
         tail = torch.from_numpy(np.array(vector[trained:]))
         self._changes[version] = packed = pack(Message((*message.parts, tail)))
-        moved = self.copy.copy()  # others may still look at the one before
+        moved = self.copy.copy()  # readers may still hold the copy before
         moved[:trained] += self._codec.decode(message, trained).numpy()
         moved[trained:] = vector[trained:]
         self.copy = moved
@@ -53,7 +52,7 @@ class Downlink:
         return moved
 
     def since(self, known: int | None, version: int) -> list[Bytes] | None:
-        """Return the messages from a version that a worker has to another; None: send it whole."""
+        """Return the messages after version `known` up to `version`; None: send the whole copy."""
         if known is None or known < self._first or known > version:
             return None
         return [packed for at, packed in self._changes.items() if known < at <= version]
@@ -79,8 +78,8 @@ def moved(copy: NDArray[Any], changes: Sequence[Bytes], codec: Codec, trained: i
 
 
 def check_memoryless(codec: Codec, name: str) -> None:
-    """Refuse a codec that remembers, for messages that are changes of a public copy."""
-    if isinstance(codec, Feedback | DeepGradient | Lazy):
+    """Refuse a codec with a memory or an unbounded error: a public copy can use neither."""
+    if isinstance(codec, Feedback | DeepGradient | TwoEnded):
         raise ValueError(
             f"{name}={codec}: differences to a public copy hold what was left out already; give "
             "the codec without its memory"

@@ -1,8 +1,8 @@
-"""Error feedback: what a message leaves out is remembered, and goes into the next one.
+"""Error feedback: a sender remembers what a message left out, and adds it to the next one.
 
-The memory is kept in units of the model, learning rate times gradient, so that a rate that changes
-from step to step neither inflates nor forgets it. A vector that is not finite is sent by itself and
-leaves the memory as it was: one overflow must not spoil all messages that follow.
+The memory is in units of the model, learning rate times gradient. A learning rate that changes
+from step to step thus neither inflates nor shrinks it. A vector that is not finite is sent alone
+and leaves the memory unchanged: one overflow must not spoil all later messages.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Feedback:
 
     At a constant rate this is the rule of Stich, Cordonnier and Jaggi 2018 (arXiv 1809.07599) and
     Karimireddy et al. 2019 (arXiv 1901.09847): for a single worker x - e is, at all times, where
-    plain SGD with the same gradients would be. What the codec misses must be less than the vector;
-    it is more with a scaled RandomK, which is refused.
-    refunds: whether a message that no step has used goes back into the memory. What was too old
-        for a step then comes with a later one; without, it is lost, as it is without a codec.
+    plain SGD with the same gradients would be. The codec's error must be smaller than the vector.
+    With a scaled RandomK it is larger, so that codec is refused.
+    refunds: whether a message that no step used goes back into the memory. A result too old for a
+        step then arrives with a later message; without refunds it is lost, as without a codec.
     """
 
     codec: Codec
@@ -44,7 +44,7 @@ class Feedback:
             )
 
     def encode(self, vector: Tensor, key: int) -> Message:
-        """Return the message for a vector by itself; senders are what remembers."""
+        """Return the message for one vector, without memory; only senders remember."""
         return self.codec.encode(vector, key)
 
     def decode(self, message: Message, size: int) -> Tensor:
@@ -60,10 +60,12 @@ class _FeedbackSender:
         self._inner = codec.sender(size)
         self._error: Tensor | None = None
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
         _check(vector, self._size, rate)
         vector = checked(vector)
-        if not rate or not finite(vector):  # a step of rate 0 takes nothing, and leaves nothing
+        if not rate or not finite(vector):  # a step of rate 0 uses nothing and leaves no error
             return self._inner.send(vector, key, rate)
         if self._error is None:
             self._error = torch.zeros_like(vector)
@@ -96,11 +98,11 @@ class DeepGradient:
     """Sends the largest of accumulated momentum: u = m u + g, v += u, TopK(v), v = 0 where sent.
 
     Deep Gradient Compression (Lin et al. 2017, arXiv 1712.01887). The step that takes the messages
-    has no momentum of its own. Where v was sent, u is zeroed as well (factor masking), except when
-    everything is sent: then nothing is late, and this is SGD with momentum. v is kept in units of
-    the model, rate times u. `clip` bounds the norm of each worker's gradient; for a bound c on the
-    sum of N workers, use c / sqrt(N). The first messages send the fractions of `warmup` in place
-    of `fraction`, each for `stage` messages. A refund gives v back; u stays as it is.
+    has no momentum of its own. Where v was sent, u is zeroed as well (factor masking), except if
+    the message holds all numbers: then no number is late, and this is SGD with momentum. v is in
+    units of the model, rate times u. `clip` bounds the norm of each worker's gradient; for a bound
+    c on the sum of N workers, use c / sqrt(N). The first messages send the fractions of `warmup`
+    in place of `fraction`, each for `stage` messages. A refund adds to v; u stays unchanged.
     """
 
     fraction: float
@@ -113,7 +115,7 @@ class DeepGradient:
 
     def __post_init__(self) -> None:
         for fraction in (self.fraction, *self.warmup):
-            TopK(fraction)  # which refuses what is none
+            TopK(fraction)  # raises for an invalid fraction
         if (
             not 0 <= self.momentum < 1
             or self.stage < 1
@@ -125,20 +127,20 @@ class DeepGradient:
             )
 
     def at(self, sent: int) -> TopK:
-        """Return what chooses the numbers after so many messages."""
+        """Return the codec of the next message after `sent` messages."""
         stage = sent // self.stage
         fraction = self.warmup[stage] if stage < len(self.warmup) else self.fraction
         return TopK(fraction, self.sizes)
 
     def encode(self, vector: Tensor, key: int) -> Message:
-        """Return the message for a vector by itself; senders are what remembers."""
+        """Return the message for one vector, without memory; only senders remember."""
         return self.at(len(self.warmup) * self.stage).encode(vector, key)
 
     def decode(self, message: Message, size: int) -> Tensor:
         return TopK(self.fraction, self.sizes).decode(message, size)
 
     def sender(self, size: int) -> Sender:
-        self.at(0).count(size)  # which refuses other sizes
+        self.at(0).count(size)  # raises for a wrong size
         return _DeepSender(self, size)
 
 
@@ -149,7 +151,9 @@ class _DeepSender:
         self._velocity: Tensor | None = None  # u
         self._pending: Tensor | None = None  # rate times v
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
         _check(vector, self._size, rate)
         vector = checked(vector)
         codec = self._recipe.at(self._sent)
@@ -164,7 +168,7 @@ class _DeepSender:
             vector.clone() if velocity is None else velocity.mul_(self._recipe.momentum) + vector
         )
         self._velocity = velocity
-        if not rate:  # such a step takes nothing, and leaves nothing
+        if not rate:  # such a step uses nothing and leaves no error
             return Message(codec.encode(velocity, key).parts, rate)
         wanted = velocity.clone()
         if self._pending is not None:
@@ -192,7 +196,7 @@ class _DeepSender:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sent = int(state.get("sent", 0))  # nothing is saved of one that has sent nothing
+        self._sent = int(state.get("sent", 0))  # absent if no message was sent before saving
         self._velocity = state["velocity"].clone() if "velocity" in state else None
         self._pending = state["pending"].clone() if "pending" in state else None
 

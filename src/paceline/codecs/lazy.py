@@ -1,8 +1,8 @@
-"""Results that are sent as far as they have changed: both ends keep what was last known of them.
+"""Lazily sent results: workers send only what has changed, and both ends keep the last state.
 
-A worker sends C(g - ĝ), of those tensors alone for which its trigger fires, and ĝ moves at both
-ends by what that decodes to; at first it is 0. Whoever adds results up takes ĝ for the worker's.
-All messages are numbered, also those about nothing, and have to be read in turn.
+A worker sends C(g - ĝ) for the tensors for which its trigger fires. At both ends ĝ starts at 0 and
+moves by the decoded message. The server adds up ĝ in place of the worker's result. All messages,
+even those without a tensor, are numbered and must be read in order.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 
 from paceline.codecs.base import Codec, Message, Sender, State, checked
 from paceline.codecs.feedback import DeepGradient, Feedback, expands, finite
+from paceline.codecs.triggers import Always, Lag, Trigger
 from paceline.core.protocol import Figure
-from paceline.core.state import load_state, save_state
-from paceline.policies.triggers import Always, Lag, Trigger
+from paceline.core.schema import load_state, save_state
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """Sends C(g - ĝ) when the trigger fires, and lets ĝ stand for g at all times.
+    """Sends C(g - ĝ) when the trigger fires; the server uses ĝ in place of g at all times.
 
     With `Lag` these are lazily aggregated gradients, LAG-WK (Chen, Giannakis, Sun and Yin, 2018,
     arXiv 1805.09965); with `Always` and a codec such as TopK it is EF21 (Richtárik, Sokolov and
-    Fatkhullin, 2021, arXiv 2106.05203). Steps here take the mean of the results, and not their sum
-    as in the paper on LAG: its rule is then `Lag(workers=1)`.
+    Fatkhullin, 2021, arXiv 2106.05203). Steps here use the mean of the results, and not their sum
+    as in the paper on LAG: the rule of the paper is then `Lag(workers=1)`.
 
-    trigger: each worker has a copy of it, which is shown its vectors tensor by tensor.
-    codec: of the difference; without one, tensors that are sent are sent as they are.
+    trigger: each worker has its own copy, which gets the statistics of each tensor.
+    codec: encodes the difference; None: the tensors themselves are sent, unencoded.
     """
 
     trigger: Trigger = Always()
@@ -65,6 +65,12 @@ class Lazy:
     def sender(self, size: int) -> Sender:
         self._refuse()
 
+    def whole_sender(self, sizes: Sequence[int]) -> LazySender:
+        return LazySender(self, sizes)
+
+    def reader(self, sizes: Sequence[int]) -> Known:
+        return Known(self, sizes)
+
     def _refuse(self) -> NoReturn:
         raise ValueError(
             f"{self} needs a memory at both ends, which Trainer(codec=…) has: give it there by "
@@ -73,7 +79,7 @@ class Lazy:
 
 
 class Known:
-    """What one end knows of a worker's results: ĝ, and how many messages have made it."""
+    """One end's state of a worker's results: ĝ, and the number of messages that made it."""
 
     def __init__(self, recipe: Lazy, sizes: Sequence[int]) -> None:
         self._codec, self._sizes = recipe.codec, list(sizes)
@@ -81,7 +87,7 @@ class Known:
         self.vector: Tensor | None = None
 
     def take(self, message: Message, dtype: torch.dtype) -> Tensor:
-        """Move by the next message; return ĝ, which is never changed in place."""
+        """Apply the next message, and return ĝ, which is never changed in place."""
         told, bits, *parts = message.parts
         number, whole = told.tolist()
         if number != self.number + 1:
@@ -125,7 +131,7 @@ class LazySender:
         self._codec, self._sizes = recipe.codec, list(sizes)
         self._known = Known(recipe, sizes)
         self._trigger = deepcopy(recipe.trigger)
-        self._model: Tensor | None = None  # of the last vector, if moves are to be seen
+        self._model: Tensor | None = None  # of the last vector, if the trigger wants "move"
 
     def send(
         self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
@@ -138,7 +144,7 @@ class LazySender:
         whole, parts = self._codec is None, tuple[Tensor, ...]()
         if any(named):
             chosen = self._only(change, named)
-            # After an overflow no difference brings ĝ back.
+            # After an overflow no difference can restore ĝ.
             whole = whole or not finite(chosen)
             if whole or self._codec is None:
                 parts = (self._only(vector, named),)
@@ -171,13 +177,13 @@ class LazySender:
         return [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in pieces]
 
     def _only(self, vector: Tensor, named: Sequence[bool]) -> Tensor:
-        """Return the tensors that are sent, one after the other."""
+        """Return the tensors to send, concatenated."""
         if all(named):
             return vector
         return torch.cat(list(compress(torch.split(vector, self._sizes), named)))
 
     def refund(self, message: Message) -> None:
-        """Do nothing: used or not, both ends know what was sent."""
+        """Do nothing: both ends apply every message, used or not."""
 
     def state_dict(self) -> State:
         trigger = json.dumps(save_state(self._trigger)).encode()
@@ -193,8 +199,8 @@ class LazySender:
 
 
 def check_partial(codec: Codec, trigger: Trigger) -> None:
-    """Refuse a codec that is made for whole vectors with a trigger that chooses tensors."""
-    if isinstance(trigger, Always | Lag):  # which send all tensors, or none
+    """Refuse a codec of one vector size with a trigger that sends some of the tensors."""
+    if isinstance(trigger, Always | Lag):  # these send all tensors or none
         return
     try:
         codec.sender(1)

@@ -1,9 +1,9 @@
-"""A codec that sends each matrix of a model as the product of two thin ones: PowerSGD.
+"""PowerSGD: sends each matrix of a model as the product of two thin matrices.
 
 Vogels, Karimireddy and Jaggi 2019 (arXiv 1905.13727) average P and Q over all workers on the way,
-by two all-reduces. Here each worker sends alone: it makes P = M Q with orthonormal columns and then
-Q = M^T P of its own matrix M, and (P, Q) travels, both at once. A server adds up the products
-P Q^T, whose sum has a rank above that of each. It is meant for use inside of `Feedback`.
+by two all-reduces. Here each worker computes both from its own matrix M: P = M Q with orthonormal
+columns, then Q = M^T P. It sends P and Q in one message. A server adds up the products P Q^T,
+whose sum has a higher rank than each of them. Use it inside of `Feedback`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.codecs.base import Message, Sender, State, checked, generator, par
 class LowRank:
     """Sends matrices of n x m as (n + m) r numbers, in the vector's type.
 
-    `shapes` are those of the tensors that make up the vector; one with more than two dimensions
-    counts as a matrix of its first by all others. Tensors that would not be shorter, and those of
-    fewer than two dimensions, are sent as they are.
+    `shapes` are those of the tensors that make up the vector. A tensor of more than two dimensions
+    is treated as a matrix of its first by all others. Tensors that would not be shorter, and those
+    of fewer than two dimensions, are sent unencoded.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class LowRank:
         return dense
 
     def sender(self, size: int) -> Sender:
-        self.count(size)  # which refuses other sizes
+        self.count(size)  # raises for a wrong size
         return _WarmSender(self)
 
     def _layouts(self, size: int) -> Iterator[_Layout]:
@@ -79,13 +79,13 @@ class LowRank:
             low += prod(shape)
 
     def _drawn(self, vector: Tensor, key: int) -> Tensor:
-        """Return random matrices Q, flat one after the other."""
+        """Return random matrices Q, flat and concatenated."""
         count = sum(layout.columns * layout.rank for layout in self._layouts(vector.numel()))
         random = generator(key, vector.device)
         return vector.new_empty(count).normal_(generator=random)
 
     def _encode(self, vector: Tensor, starts: Tensor) -> tuple[Message, Tensor]:
-        """Return the message, and its matrices Q to start from the next time."""
+        """Return the message, and its matrices Q, the start of the next message."""
         values, ends, at = [vector.new_empty(0)], [vector.new_empty(0)], 0
         for layout in self._layouts(vector.numel()):
             if not layout.rank:
@@ -101,10 +101,10 @@ class LowRank:
         return Message((torch.cat(values),)), torch.cat(ends)
 
     def _revived(self, starts: Tensor, fresh: Tensor, size: int) -> Tensor:
-        """Return matrices Q with columns of scale 1, and a fresh one for each that has died.
+        """Return matrices Q with columns of scale 1, and a fresh column for each that has died.
 
-        A zero column, as after a zero gradient, might find nothing ever again, and columns that
-        keep the gradient's scale would make that of M Q its square, too small for float32.
+        A zero column, as after a zero gradient, could stay zero forever. Columns with the scale of
+        the gradient would give M Q the square of that scale, too small for float32.
         """
         revived, at = starts.clone(), 0
         for layout in self._layouts(size):
@@ -121,7 +121,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a tensor is in the vector, and how it is sent: with rank 0, as it is."""
+    """The span of a tensor in the vector, and its rank; rank 0: sent unencoded."""
 
     span: slice
     rows: int
@@ -134,19 +134,21 @@ class _Layout:
         size = prod(shape)
         rows = shape[0] if len(shape) > 1 else 1
         columns = size // rows if rows else 0
-        short = (rows + columns) * rank < size  # which min(rows, columns) <= rank never is
+        short = (rows + columns) * rank < size  # never true if min(rows, columns) <= rank
         sent = (rows + columns) * rank if short else size
         return _Layout(slice(low, low + size), rows, columns, rank if short else 0, sent)
 
 
 class _WarmSender:
-    """Starts from the Q of the last message, so that the error falls from one to the next."""
+    """Starts from the Q of the last message, so that the error falls from message to message."""
 
     def __init__(self, codec: LowRank) -> None:
         self._codec = codec
         self._starts: Tensor | None = None
 
-    def send(self, vector: Tensor, key: int, rate: float = 1.0) -> Message:
+    def send(
+        self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
+    ) -> Message:
         vector = checked(vector)
         starts = self._codec._drawn(vector, key)
         if self._starts is not None:
@@ -155,7 +157,7 @@ class _WarmSender:
         return Message(message.parts, rate)
 
     def refund(self, message: Message) -> None:
-        """Do nothing: where to start from is as good as before."""
+        """Do nothing: an unused message does not make its Q a worse start."""
 
     def state_dict(self) -> State:
         return {} if self._starts is None else {"starts": self._starts.clone()}

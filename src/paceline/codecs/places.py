@@ -1,8 +1,8 @@
-"""Which places of a vector travel, written in the fewest bytes.
+"""Writes the places of the sent numbers in the fewest bytes.
 
-Of k places among n, in ascending order, one of these travels; its type tells which:
+For k places among n, in ascending order, the shortest of these forms is sent; its type names it:
 
-- nothing (uint8, empty), if all places do;
+- nothing (uint8, empty), if all n places are sent;
 - uint8 or uint16: the gaps between places, that is how many are skipped before each; the largest
   number of the type skips that many and names no place, so that every gap can be written;
 - int8: one bit for each of the n places, the lowest bit first;
@@ -27,7 +27,7 @@ def packed_bits(bits: Tensor) -> Tensor:
 
 
 def unpacked_bits(packed: Tensor, size: int) -> Tensor:
-    """Return as many truth values as were packed."""
+    """Return the `size` truth values in packed bits."""
     if packed.numel() != -(-size // 8):
         raise ValueError(
             f"{packed.numel()} bytes of bits, where a vector of {size} has {-(-size // 8)}"
@@ -44,7 +44,7 @@ def true_places(mask: Tensor) -> Tensor:
 
 
 def write_places(places: Tensor, size: int) -> Tensor:
-    """Return the shortest writing of places in ascending order, of a vector of some size."""
+    """Return the shortest form of ascending places in a vector of this size."""
     if places.numel() == size:
         return places.new_empty(0, dtype=torch.uint8)
     gaps = places.diff(prepend=places.new_tensor([-1])) - 1
@@ -65,7 +65,7 @@ def write_places(places: Tensor, size: int) -> Tensor:
 
 
 def read_places(written: Tensor, count: int, size: int) -> Tensor:
-    """Return the places, of which there must be `count`, in a vector of some size."""
+    """Return the `count` places that were written, in a vector of this size."""
     if written.dtype == torch.uint8 and written.numel() == 0 and count == size:
         return torch.arange(size, device=written.device)
     if written.dtype in _LARGEST:

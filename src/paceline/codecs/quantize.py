@@ -6,7 +6,8 @@
 | `Sign` | n/8 bytes, and a scale for each block in the vector's type |
 | `Half`, `BFloat16` | 2 n bytes, read as float32 |
 
-A block with a number that is infinite or none is read as such, so that nobody steps on it unaware.
+An infinity or NaN makes its whole block decode to infinities or NaN (in `Half` and `BFloat16`: the
+number alone), so that the fault stays visible after decoding.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from paceline.codecs.places import packed_bits, unpacked_bits
 class Int8:
     """Sends round(127 x / s) with s the largest absolute value of x's block.
 
-    Stochastic rounding goes up with the probability of the fraction, and is right on average, as in
-    QSGD (Alistarh et al. 2016, arXiv 1610.02132). The squared error is at most block / 254^2 of the
+    Stochastic rounding goes up with the probability of the fraction, and is unbiased, as in QSGD
+    (Alistarh et al. 2016, arXiv 1610.02132). The squared error is at most block / 254^2 of the
     vector's square, on average if stochastic.
     """
 
@@ -95,7 +96,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Sends each number in a shorter type, and the largest finite one for those beyond it."""
+    """Sends each number in a shorter type; finite numbers beyond its range become its largest."""
 
     def encode(self, vector: Tensor, key: int) -> Message:
         vector = checked(vector)
@@ -150,9 +151,9 @@ def _blocks(size: int, block: int) -> int:
 
 
 def _rows(vector: Tensor, block: int) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield views with a block in each row, where they are in the vector, and which blocks.
+    """Yield views with a block in each row, their span in the vector, and their block numbers.
 
-    They are taken in pieces that stay in the cache. The last block may be shorter.
+    Each view is small enough to stay in the cache. The last block may be shorter.
     """
     size = vector.numel()
     together = max(1, 2**18 // block)

@@ -1,6 +1,6 @@
 """Codecs that send some of a vector's numbers and leave out the rest.
 
-| codec | what travels | squared error, of that of sending nothing |
+| codec | what travels | squared error, relative to sending nothing |
 |---|---|---|
 | `TopK` | k values, and their places as `places.py` writes them | at most 1 - k/n |
 | `RandomK` | k values, and the key in 8 bytes | 1 - k/n on average; n/k - 1 if scaled |
@@ -33,9 +33,9 @@ def share(fraction: float, size: int) -> int:
 class TopK:
     """Sends the k = ceil(fraction n) numbers that are largest in absolute value, ties by place.
 
-    With the sizes of the tensors that make up the vector, it chooses from each by itself, one
-    number at least, as in Lin et al. 2017 (arXiv 1712.01887) and Ghosh et al. 2021 (arXiv
-    2103.07454).
+    `sizes` are those of the tensors that make up the vector. If given, the fraction is chosen from
+    each tensor separately, at least one number, as in Lin et al. 2017 (arXiv 1712.01887) and Ghosh
+    et al. 2021 (arXiv 2103.07454).
     """
 
     fraction: float
@@ -70,7 +70,7 @@ class TopK:
         return read_places(written, values.numel(), size)
 
     def sender(self, size: int) -> Sender:
-        self.count(size)  # which refuses other sizes
+        self.count(size)  # raises for a wrong size
         return Stateless(self)
 
     def _spans(self, size: int) -> Iterator[tuple[int, int]]:
@@ -87,9 +87,9 @@ class TopK:
 class RandomK:
     """Sends k = ceil(fraction n) numbers at places that follow from the key.
 
-    Only the key tells the places, so both ends need the same version of numpy. As they are, the
-    numbers suit error feedback (Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599); `scaled`, that
-    is multiplied by n/k, they are right on average, but miss by more than error feedback can take.
+    The message holds the key and not the places, so both ends need the same version of numpy.
+    Unscaled numbers suit error feedback (Stich, Cordonnier and Jaggi 2018, arXiv 1809.07599). With
+    `scaled` they are multiplied by n/k: unbiased, but with an error too large for error feedback.
     """
 
     fraction: float
@@ -134,7 +134,7 @@ def _check_fraction(fraction: float) -> None:
 
 
 def _largest(magnitude: Tensor, k: int) -> Tensor:
-    """Return where the k largest are, in ascending order; what is not a number is largest."""
+    """Return the places of the k largest, in ascending order; NaN counts as largest."""
     size = magnitude.numel()
     if k == size:
         return torch.arange(size, device=magnitude.device)
@@ -148,7 +148,7 @@ def _largest(magnitude: Tensor, k: int) -> Tensor:
     excess = chosen.numel() - k
     if not excess:
         return chosen
-    # torch.topk promises no order among equals, so that the last of them are left out here.
+    # torch.topk promises no order among equals, so the last of them are dropped here.
     equal = true_places(magnitude[chosen] == bound)
     kept = torch.ones_like(chosen, dtype=torch.bool)
     kept[equal[-excess:]] = False

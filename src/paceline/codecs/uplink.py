@@ -1,9 +1,9 @@
-"""Results on their way from a worker: encoded slice by slice, and decoded where they are added up.
+"""Results sent by a worker: encoded slice by slice, and decoded by the server that adds them up.
 
-What is trained goes through the codec; what is not (buffers such as BatchNorm's statistics) is sent
-as it is, behind it. A worker remembers its last messages, until it is told that one of them was not
-used: then it is given back to the memory of its sender. `Lazy` has a memory at the other end too,
-and is for results that are not cut.
+The codec encodes the trained numbers. Untrained ones (buffers such as BatchNorm's statistics)
+follow unencoded. A worker keeps its last messages. When it learns that no step used a message, the
+sender adds it back to its memory. A `TwoEnded` codec has a memory at the other end too, and needs
+results that are not cut into slices.
 """
 
 from __future__ import annotations
@@ -17,18 +17,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.codecs.base import Bytes, Codec, Message, Sender, pack, unpack, view
-from paceline.codecs.lazy import Known, Lazy, LazySender
+from paceline.codecs.base import (
+    Bytes,
+    Codec,
+    Message,
+    Reader,
+    Sender,
+    TwoEnded,
+    pack,
+    unpack,
+    view,
+)
 
 Span = tuple[int, int]
-_REMEMBERED = 4  # messages; a result is used or given up soon after it was sent
+_REMEMBERED = 4  # messages; a result is used or discarded soon after it was sent
 
 
 class Uplink:
-    """A worker's side of a codec: one sender for each slice that results are cut into.
+    """A worker's end of a codec: one sender for each slice of a result.
 
-    If they are cut otherwise, as when a server is lost, memories begin anew.
-    tensors: the sizes of what is trained, if it is more than one.
+    If the slices change, as when a server is lost, all memories start empty.
+    tensors: the sizes of the trained tensors, if there is more than one.
     """
 
     def __init__(self, codec: Codec, trained: int, tensors: Sequence[int] = ()) -> None:
@@ -47,22 +56,19 @@ class Uplink:
     ) -> list[Bytes]:
         """Return the packed slices of a task's result.
 
-        model: what it was computed on, to be left as it is from now on; `Lazy` alone looks at it.
+        model: the model it was computed on; the caller must not change it afterwards.
         """
         self._cut(spans)
+        remembered = not isinstance(self._codec, TwoEnded)  # two-ended senders need no refund
         packed, messages = [], list[Message | None]()
         for (start, stop), sender in zip(self._spans, self._senders, strict=True):
             middle = max(min(stop, self._trained), start)
             tail = torch.from_numpy(vector[middle:stop])
             piece, message = torch.from_numpy(vector[start:middle]), None
-            if isinstance(sender, LazySender):
+            if sender is not None:
                 shown = None if model is None else view(model[start:middle])
                 message = sender.send(piece, task, rate, shown)
-                messages.append(None)  # which there is no use to remember
-            else:
-                if sender is not None:
-                    message = sender.send(piece, task, rate)
-                messages.append(message)
+            messages.append(message if remembered else None)
             parts = () if message is None else message.parts
             packed.append(pack(Message((*parts, tail), rate)))
         self._sent[task] = messages
@@ -71,7 +77,7 @@ class Uplink:
         return packed
 
     def refund(self, tasks: Iterable[int]) -> None:
-        """Take back the results of tasks that no step has used."""
+        """Add the results of tasks that no step used back to the senders' memories."""
         for task in tasks:
             for sender, message in zip(self._senders, self._sent.pop(task, ()), strict=False):
                 if sender is not None and message is not None:
@@ -86,11 +92,11 @@ class Uplink:
             self._sent.clear()
 
     def _sender(self, size: int) -> Sender:
-        if not isinstance(self._codec, Lazy):
+        if not isinstance(self._codec, TwoEnded):
             return self._codec.sender(size)
         if size != self._trained:
             raise ValueError(f"{self._codec} is for results that are not cut into slices")
-        return LazySender(self._codec, self._tensors or [size])
+        return self._codec.whole_sender(self._tensors or [size])
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return the senders' memories, by slice."""
@@ -102,7 +108,7 @@ class Uplink:
         }
 
     def load_state_dict(self, state: dict[str, NDArray[Any]], spans: Sequence[Span]) -> None:
-        """Go on with the memories of an uplink that cut results likewise."""
+        """Load the memories of an uplink that cut results into the same slices."""
         self._cut(spans)
         for place, sender in enumerate(self._senders):
             if sender is not None:
@@ -115,36 +121,36 @@ class Uplink:
 
 
 class Receiver:
-    """The other side of one worker's uplink, for results that are not cut."""
+    """The server's end of one worker's uplink, for results that are not cut into slices."""
 
     def __init__(self, codec: Codec, size: int, trained: int, tensors: Sequence[int] = ()) -> None:
         self._codec, self._size, self._trained = codec, size, trained
-        self._known: Known | None = None
-        if isinstance(codec, Lazy) and trained:
-            self._known = Known(codec, tensors or [trained])
+        self._reader: Reader | None = None
+        if isinstance(codec, TwoEnded) and trained:
+            self._reader = codec.reader(tensors or [trained])
 
     @property
     def remembers(self) -> bool:
-        """Whether it has to read all messages, wanted or not, in the order they were sent."""
-        return self._known is not None
+        """Whether it must read every message in the order of sending, even of unused results."""
+        return self._reader is not None
 
     def read(self, packed: Bytes) -> NDArray[Any]:
-        """Return a result from its packed message; it is not to be changed in place."""
-        if self._known is None:
+        """Return a result from its packed message; the caller must not change it in place."""
+        if self._reader is None:
             return received(packed, self._codec, (0, self._size), self._trained)
         message, tail = _parted(packed, (self._trained, self._size))
-        vector = self._known.take(message, tail.dtype)
+        vector = self._reader.take(message, tail.dtype)
         return (torch.cat((vector, tail)) if tail.numel() else vector).numpy()
 
     def load_state_dict(self, state: dict[str, NDArray[Any]]) -> None:
-        """Know what the uplink knew whose memories these are."""
-        if self._known is not None:
+        """Load the memories of the uplink, so that both ends agree."""
+        if self._reader is not None:
             mine = {
                 name: torch.from_numpy(np.array(state[f"0.{name}"]))
                 for name in ("number", "known")
                 if f"0.{name}" in state
             }
-            self._known.load_state_dict(mine)
+            self._reader.load_state_dict(mine)
 
 
 def received(packed: Bytes, codec: Codec, span: Span, trained: int) -> NDArray[Any]:
@@ -160,7 +166,7 @@ def received(packed: Bytes, codec: Codec, span: Span, trained: int) -> NDArray[A
 
 
 def _parted(packed: Bytes, rest: Span) -> tuple[Message, Tensor]:
-    """Return a sender's message, and what is behind it: the rest of the slice."""
+    """Return a sender's message, and the untrained rest of the slice behind it."""
     message = unpack(packed)
     *parts, tail = message.parts
     if tail.numel() != rest[1] - rest[0]:

@@ -1,1 +1,1 @@
-"""Gradient codes: which parts each worker computes, what it sends, and how the sum is recovered."""
+"""Gradient codes: which parts each worker computes, what it sends, and how the sum is decoded."""

@@ -1,7 +1,7 @@
-"""Approximate codes: an estimate of the sum from whatever came, with the error it has.
+"""Approximate codes: an estimate of the sum from any set of answers, with its error.
 
-All have m = 1. With B the coefficients of the parts in the rows that answered and a the weights of
-their messages, the error is ||B^T a - 1||² / parts: 0 is exact, 1 is as bad as nothing.
+All have m = 1. Let B be the coefficients of the parts in the rows that answered, and a the weights
+of their messages. The error is ||B^T a - 1||² / parts: 0 is exact, 1 is that of an estimate of 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.codes.placements import Holders, regular_graph
 Ints = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
-_ITERATIONS = 2000  # at most: half a second for 10,000 rows, which mostly need under 100
+_ITERATIONS = 2000  # limit: half a second for 10,000 rows; most need under 100 iterations
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Estimate:
 
 
 class Approximate(Code, Protocol):
-    """A code whose `decode` never raises for want of answers."""
+    """A code whose `decode` accepts any set of answers."""
 
     def estimate(self, rows: Collection[int]) -> Estimate:
         """Return the weights that `decode` returns, and their error."""
 
 
 class _Sparse:
-    """The coefficient of each part in each row, as lists of indices."""
+    """The sparse matrix B of the coefficient of each part in each row, as lists of indices."""
 
     def __init__(self, n: int, entries: Iterable[tuple[int, int, float]], parts: int) -> None:
         self.n, self.parts = n, parts
@@ -57,7 +57,7 @@ class _Sparse:
         return Estimate(weights, float(((sums - 1.0) ** 2).mean()))
 
     def smallest(self, here: Mask) -> Floats:
-        """Return argmin of ||B^T a - 1|| over the rows that are here, of least norm, by CGLS."""
+        """Return argmin of ||B^T a - 1|| over the rows in `here`, of least norm, by CGLS."""
         alive = here[self.row]
         row, part, value = self.row[alive], self.part[alive], self.value[alive]
         a = np.zeros(self.n)
@@ -78,7 +78,7 @@ class _Sparse:
 
 
 class _Rows:
-    """What the codes below share."""
+    """Base of the codes below."""
 
     n: int
     exact = False
@@ -114,16 +114,16 @@ class _Rows:
 
 @dataclass(frozen=True)
 class LeastSquares(_Rows):
-    """Decodes with the smallest of the weights that leave the least error.
+    """Decodes with the weights of least error, and among these of least norm.
 
-    Conjugate gradients on the normal equations that start from zero stay in the span of B, and so
-    end at the solution of least norm. Float32 payloads need that: others may have weights in the
-    hundreds.
+    Conjugate gradients on the normal equations, started from zero, stay in the span of B and so
+    end at the solution of least norm. Float32 payloads need it: other solutions may have weights
+    in the hundreds.
 
     n: the number of rows.
     holders: for each part the rows that compute it.
-    stragglers: so many answers are not waited for.
-    values: for each part its coefficient in each of its holders; ones if left out.
+    stragglers: s; the collector is ready after n - s answers.
+    values: for each part its coefficient in each of its holders; None: all 1.
     """
 
     n: int
@@ -150,7 +150,7 @@ class LeastSquares(_Rows):
 
 
 def least_squares(code: Code, stragglers: int) -> LeastSquares:
-    """Return the rows of a code with m = 1, decoded from whatever came."""
+    """Return the rows of a code with m = 1, decoded from any set of answers."""
     if code.messages != 1:
         raise ValueError(f"messages={code.messages}; approximate decoding needs m = 1")
     holders: list[list[int]] = [[] for _ in range(code.parts)]
@@ -166,8 +166,8 @@ def least_squares(code: Code, stragglers: int) -> LeastSquares:
 def graph(n: int, copies: int, stragglers: int, seed: int = 0) -> LeastSquares:
     """Return the code whose rows are the edges of a random regular graph, and parts its vertices.
 
-    Each row computes two parts and each part has `copies` holders. Robust to random stragglers and
-    to the worst ones (Glasgow and Wootters, 2020, arXiv 2006.09638).
+    Each row computes two parts and each part has `copies` holders. The code is robust to random
+    stragglers and to the worst ones (Glasgow and Wootters, 2020, arXiv 2006.09638).
     """
     if copies < 1 or 2 * n % copies:
         raise ValueError(f"n={n}, copies={copies}: {2 * n} ends of edges must be shared evenly")
@@ -180,11 +180,11 @@ def graph(n: int, copies: int, stragglers: int, seed: int = 0) -> LeastSquares:
 
 @dataclass(frozen=True)
 class Replicated(_Rows):
-    """Fractional repetition that leaves lost groups out, and scales the others up for them.
+    """Fractional repetition that omits lost groups, and scales the other groups up for them.
 
-    Each group of `copies` rows computes the same parts, of which one answer is taken. It stops
-    when every group has answered or enough rows have, as ErasureHead (Wang et al., 2019).
-    Scaled, the estimate is unbiased if who is lost does not depend on the data.
+    All `copies` rows of a group compute the same parts, and one of their answers is used. The
+    collector is ready when every group has answered or n - s rows have, as in ErasureHead (Wang
+    et al., 2019). With `rescale` the estimate is unbiased if losses do not depend on the data.
     """
 
     n: int
@@ -215,7 +215,7 @@ class Replicated(_Rows):
 
 
 class _Covered:
-    """Is ready when every group has an answer, or so many answers came."""
+    """A collector that is ready when every group has an answer, or `enough` rows answered."""
 
     def __init__(self, n: int, copies: int, enough: int) -> None:
         self._copies = copies
@@ -234,9 +234,9 @@ class _Covered:
 
 @dataclass(frozen=True)
 class Stochastic(_Rows):
-    """Stochastic gradient coding: no decoder, each part is sent weighed by 1 / (d_j (1 - p)).
+    """Stochastic gradient coding: no decoder, each part is sent weighted by 1 / (d_j (1 - p)).
 
-    Unbiased if each row is missing with probability p, whoever the d_j holders of part j are
+    The sum is unbiased if each row is missing with probability p, for any d_j holders of part j
     (after Bitar, Wootters and El Rouayheb, "Stochastic gradient coding", 2019).
     """
 

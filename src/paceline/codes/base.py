@@ -1,9 +1,9 @@
-"""What a gradient code is.
+"""The gradient code protocol.
 
-n workers compute the gradients g_j of some parts each, and send one message of 1/m of a gradient's
-length: a linear combination of the blocks of their gradients (`blocks.py`). Each block of the sum
-of all g_j is in turn a combination of messages (Kadhe, Koyluoglu and Ramchandran, 2020, arXiv
-2005.07184).
+Each of n workers computes the gradients g_j of some parts, and sends one message of 1/m of a
+gradient's length: a linear combination of the blocks of its gradients (`blocks.py`). Each block of
+the sum of all g_j is in turn a combination of messages (Kadhe, Koyluoglu and Ramchandran, 2020,
+arXiv 2005.07184).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Coefficients = tuple[float, ...]  # one for each of the m blocks
 
 
 class NotDecodable(ValueError):
-    """Says which answers are missing for the exact sum."""
+    """The answers do not decode to the exact sum; the message names the missing rows."""
 
 
 class Collector(Protocol):
-    """Watches answers come in, and tells when they are enough."""
+    """Records the answers of one step, and reports when they decode."""
 
     @property
     def ready(self) -> bool:
         """Whether the answers so far decode."""
 
     def add(self, row: int) -> bool:
-        """Take in the answer of a row, and return whether the answers so far decode."""
+        """Record the answer of a row, and return whether the answers so far decode."""
 
 
 class Code(Protocol):
-    """A placement of parts on rows, one for each worker, with coefficients to encode and decode."""
+    """A placement of parts on rows (one per worker), with coefficients to encode and decode."""
 
     @property
     def exact(self) -> bool:
-        """Whether `decode` gives the exact sum or raises; else it gives an estimate."""
+        """Whether `decode` gives the exact sum or raises; otherwise it gives an estimate."""
 
     @property
     def n(self) -> int:
@@ -55,24 +55,24 @@ class Code(Protocol):
 
     @property
     def stragglers(self) -> int:
-        """s: any so many rows may be missing."""
+        """s: any s rows may be missing."""
 
     @property
     def load(self) -> int:
-        """d: the most parts that one row computes."""
+        """d: the largest number of parts that a row computes."""
 
     def row(self, i: int) -> Mapping[int, Coefficients]:
         """Return the parts that a row computes, each with its m coefficients."""
 
     def collector(self) -> Collector:
-        """Return what watches the answers of one step."""
+        """Return a collector for the answers of one step."""
 
     def decode(self, rows: Collection[int]) -> dict[int, Coefficients]:
-        """Return for each row used the m weights of its message, one for each block of the sum."""
+        """Return the m weights of each used row's message, one for each block of the sum."""
 
 
 class Counted:
-    """Is ready when so many of the rows have answered."""
+    """A collector that is ready when `enough` of the rows have answered."""
 
     def __init__(self, rows: Collection[int], enough: int) -> None:
         self._waiting = set(rows)

@@ -1,7 +1,7 @@
-"""Messages shorter than a vector: its m interleaved blocks, added up with a coefficient for each.
+"""Messages of 1/m of a vector: its m interleaved blocks, added up with a coefficient for each.
 
-Block u of a vector has the elements u, u + m, u + 2m, …, so that a stretch of the vector needs a
-stretch of the message, wherever it is cut: servers that own slices need know nothing of blocks.
+Block u of a vector has the elements u, u + m, u + 2m, …, so that any slice of the vector needs one
+slice of the message: servers that own slices need not know about blocks.
 Coefficients are float64. Messages keep the vectors' own type: each number is accumulated in
 float64 and rounded once.
 """
@@ -19,12 +19,12 @@ from paceline.core.protocol import Coefficients
 Array = NDArray[Any]
 Span = tuple[int, int]
 
-_CHUNK = 8192  # numbers of a message at a time, and
-_ROWS = 16  # so many messages: 1 MiB of float64, which stays in the cache
+_CHUNK = 8192  # numbers of each message in one product
+_ROWS = 16  # messages in one product: together 1 MiB of float64, which stays in the cache
 
 
 def covering(span: Span, m: int) -> Span:
-    """Return the stretch of a message that a stretch of the vector needs.
+    """Return the slice of a message that a slice of the vector needs.
 
     >>> covering((3, 9), 2)
     (1, 5)
@@ -33,7 +33,7 @@ def covering(span: Span, m: int) -> Span:
 
 
 def message_length(length: int, m: int) -> int:
-    """Return the numbers in a message for a vector of this length.
+    """Return the length of a message for a vector of this length.
 
     >>> message_length(600, 3), message_length(601, 3)
     (200, 201)
@@ -42,7 +42,7 @@ def message_length(length: int, m: int) -> int:
 
 
 def split(vector: Array, m: int) -> Array:
-    """Return the m blocks as rows: a view if m divides the length, else a copy with zeros behind.
+    """Return the m blocks as rows: a view if m divides the length, else a copy padded with zeros.
 
     >>> split(np.arange(5.0), 2).tolist()
     [[0.0, 2.0, 4.0], [1.0, 3.0, 0.0]]
@@ -58,7 +58,7 @@ def split(vector: Array, m: int) -> Array:
 class Encoder:
     """Adds vectors up to one message: message[i] = sum of c[u] * vector[m i + u].
 
-    Each vector is read once, when it is added, and need not be kept.
+    Each vector is read once, in `add`, and need not be kept.
     """
 
     def __init__(self, length: int, m: int) -> None:
@@ -89,14 +89,14 @@ class Encoder:
 
 
 def scaled(coefficients: Coefficients, factor: float) -> Coefficients:
-    """Return coefficients, each times a factor."""
+    """Return the coefficients multiplied by a factor."""
     if isinstance(coefficients, tuple):
         return tuple(factor * each for each in coefficients)
     return factor * coefficients
 
 
 def encode(terms: Sequence[tuple[Coefficients, Array]], m: int) -> Array:
-    """Return the message that some vectors, each with its coefficients, add up to.
+    """Return the message of some vectors, each with its coefficients.
 
     >>> encode([((1.0, 0.0), np.arange(4.0)), ((0.5, 2.0), np.ones(4))], 2).tolist()
     [2.5, 4.5]
@@ -110,9 +110,9 @@ def encode(terms: Sequence[tuple[Coefficients, Array]], m: int) -> Array:
 
 
 def combine(weights: Sequence[tuple[float, ...]], messages: Sequence[Array], span: Span) -> Array:
-    """Return a stretch of the vector: element m i + u is the sum over messages of w[u] * f[i].
+    """Return a slice of the vector: element m i + u is the sum over messages of w[u] * f[i].
 
-    The messages are given where they cover the stretch; each is read once.
+    messages: the slices that cover `span`; each is read once.
 
     >>> combine([(1.0, 0.0), (0.5, 2.0)], [np.ones(2), np.ones(2)], (0, 3)).tolist()
     [1.5, 2.0, 1.5]
@@ -141,26 +141,25 @@ def combine(weights: Sequence[tuple[float, ...]], messages: Sequence[Array], spa
 def combine_rows(
     weights: Mapping[int, tuple[float, ...]], messages: Mapping[int, Array], length: int
 ) -> Array:
-    """Return the whole vector from messages by row; the weights are those of `Code.decode`."""
+    """Return the whole vector from messages by row, with the weights of `Code.decode`."""
     return combine(list(weights.values()), [messages[row] for row in weights], (0, length))
 
 
 def decoded(
     weights: Sequence[Coefficients], messages: Sequence[Array], span: Span
 ) -> tuple[list[float], list[Array]]:
-    """Return factors and vectors to be added up: as they are, or one that messages combine to."""
+    """Return factors and vectors to add up: coded messages become one vector of factor 1."""
     coded = [weight for weight in weights if isinstance(weight, tuple)]
-    if not coded or not messages:  # or nothing is computed but the time it would take
+    if not coded or not messages:  # no messages: a run that simulates time only
         return [weight for weight in weights if not isinstance(weight, tuple)], list(messages)
     return [1.0], [combine(coded, messages, span)]
 
 
 def sketch(message: Array, rng: np.random.Generator) -> float:
-    """Return a number that stands for a message, and adds up as messages do: its product with a
-    random vector.
+    """Return the product of a message with a random vector, which is linear in the message.
 
-    Messages that contradict each other have sketches that do. The vector is a stretch of 1,024
-    normal numbers, repeated with a sign for each time.
+    If messages contradict each other, so do their sketches. The random vector is a pattern of
+    1,024 normal numbers, repeated with a random sign each time.
     """
     size, total = 1024, 0.0
     pattern = rng.standard_normal(size)

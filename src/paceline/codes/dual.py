@@ -1,9 +1,9 @@
 """Exact codes for any placement of parts on workers, in dual form.
 
 With W = [N | Z] of n rows and s + m columns, the coefficients P_j of part j on its holders H_j
-solve P_j W[H_j] = [0 | I]. Then for any Y the weights Z + N Y give block u of the sum in column u,
-and Y is chosen so that the rows of missing workers vanish. This needs s x s systems instead of
-the (n-s) x (n-s) of the primal form, and holders may be any s + m workers or more.
+solve P_j W[H_j] = [0 | I]. Then for any Y the weights Z + N Y give block u of the sum in column u.
+The decoder chooses Y so that the rows of missing workers vanish. This needs s x s systems instead
+of the (n-s) x (n-s) of the primal form. Holders may be any s + m workers or more.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from paceline.codes.placements import Holders, around, loads
 
 Frame = Literal["harmonic", "gaussian"]
 
-_DRAWS = 200  # of each frame, but
-_WORK = 20_000  # no more than this over the straggler sets, or rows, that each is judged by
-_SETS = 2000  # straggler sets a draw is judged by: all of them, or so many
+_DRAWS = 200  # limit of draws of each frame
+_WORK = 20_000  # limit of draws times the straggler sets (or rows, if more) to check each on
+_SETS = 2000  # straggler sets to check a draw on: all of them, or this many
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An exact code for parts that lie anywhere, if each has s + m holders or more.
+    """An exact code for any placement in which each part has s + m holders or more.
 
     n: the number of rows.
     holders: for each part the rows that compute it.
     stragglers: s.
     messages: m.
-    seed: of the random W; None takes the best of some hundred draws, fewer for large n.
-    frame: what N is: a harmonic frame, good for up to some dozen rows, or a Gaussian draw like Z,
-        which bears clusters of stragglers among many rows; None takes the better.
+    seed: seed of the random W; None takes the best of up to 200 draws, fewer for large n.
+    frame: how N is made: a harmonic frame is good for up to some dozen rows; a Gaussian draw like
+        Z tolerates clusters of stragglers among many rows; None takes the better.
     """
 
     n: int
@@ -55,8 +55,8 @@ class Placed:
     messages: int = 1
     seed: int | None = None
     frame: Frame | None = None
-    gain: float = field(init=False, compare=False)  # by it the code may amplify rounding, at worst
-    condition: float = field(init=False, compare=False)  # the worst of the systems that decode
+    gain: float = field(init=False, compare=False)  # worst amplification of rounding
+    condition: float = field(init=False, compare=False)  # the worst of the decoding systems
     exact: bool = field(default=True, init=False, repr=False)
     _dual: _Dual = field(init=False, repr=False, compare=False)
     _rows: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -138,10 +138,10 @@ class Placed:
 
 
 class _Dual:
-    """One draw of W for the rows that hold something, with N orthonormal and Z orthogonal to it.
+    """One draw of W for the rows that hold parts, with N orthonormal and Z orthogonal to it.
 
-    Neither changes the code. Then ||Z + N Y||² = ||Z||² + ||Y||², so that the smallest weights
-    belong to the smallest Y.
+    Orthogonalizing does not change the code. It gives ||Z + N Y||² = ||Z||² + ||Y||², so that the
+    smallest Y gives the smallest weights.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Dual:
         return tuple(self._part[part][self._holders[part].index(row)].tolist())
 
     def weights(self, missing: NDArray[np.intp]) -> Floats | None:
-        """Return the weights of all rows, of which those missing vanish; None if they cannot."""
+        """Return the weights of all rows, 0 for missing ones; None if that is ill-conditioned."""
         y = np.linalg.lstsq(self._null[missing], -self._start[missing], rcond=None)[0]
         weights = self._start + self._null @ y
         if missing.size and np.abs(weights[missing]).max() > 1.0 / WORST:
@@ -190,8 +190,8 @@ class _Dual:
     def _judge(self, squares: Floats, s: int, m: int, parts: int) -> tuple[float, float]:
         """Return the worst error of a sum over that of a message, and the worst condition number.
 
-        `squares` is of each message the squared norm if all blocks are of norm 1. This grows with
-        the coefficients as well as with the condition of the systems that decode.
+        squares: the squared norm of each message if all blocks have norm 1.
+        The error grows with the coefficients, and with the condition of the decoding systems.
         """
         rows = len(squares)
         found = list(_sets(rows, s))
@@ -209,7 +209,7 @@ class _Dual:
 
 
 def _smallest(systems: Floats, wanted: Floats) -> Floats:
-    """Solve the stacked systems, for the smallest solution if they leave a choice."""
+    """Solve the stacked systems; return the smallest solutions if they are underdetermined."""
     _, equations, unknowns = systems.shape
     right = np.broadcast_to(wanted, (len(systems), *wanted.shape))
     if equations == unknowns:
@@ -218,7 +218,7 @@ def _smallest(systems: Floats, wanted: Floats) -> Floats:
 
 
 def _sets(rows: int, s: int) -> Iterator[tuple[int, ...]]:
-    """Return all sets of s rows, or neighbors, which are often the worst, and random ones."""
+    """Yield all sets of s rows; if too many, neighbors (often the worst) and random sets."""
     if comb(rows, s) <= _SETS:
         yield from combinations(range(rows), s)
         return
@@ -238,7 +238,7 @@ def by_speed(
     seed: int | None = None,
     frame: Frame | None = None,
 ) -> Placed:
-    """Return an exact code in which quick workers compute more of the parts."""
+    """Return an exact code in which fast workers compute more of the parts."""
     given = loads(speeds, parts, stragglers + messages)
     return Placed(len(speeds), around(given, parts), stragglers, messages, seed, frame)
 

@@ -1,8 +1,8 @@
 """Real [d, m, s+1] codes for groups, each as its generator matrix of m rows and d columns.
 
-What counts in a generator is the worst condition number over what may remain of its columns: by
-so much the decoder may amplify the rounding of messages. It depends on (d, m) only, never on the
-number of workers.
+The quality of a generator is its worst condition number over all sets of columns that may remain:
+the factor by which the decoder may amplify the rounding of messages. It depends on (d, m) only,
+never on the number of workers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.codes.base import Floats
 
 Matrix = tuple[tuple[float, ...], ...]  # rows, so that codes can be compared and hashed
 
-# Beyond this, float64 would keep fewer than 8 digits: the columns count as dependent.
+# Beyond this condition number float64 keeps fewer than 8 digits: columns count as dependent.
 WORST = 1e8
-CHECKS = 200_000  # sub-matrices looked at, at most
+CHECKS = 200_000  # limit of sub-matrices to check
 _AT_ONCE = 8192
 _DRAWS = 300
 
 
 def matrix(values: Sequence[Sequence[float]] | Floats) -> Matrix:
-    """Return the values as a generator matrix, after checks that do not depend on the code."""
+    """Return the values as a generator matrix; refuse a wrong shape, NaN and zero columns."""
     try:
         g = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
@@ -47,9 +47,9 @@ def matrix(values: Sequence[Sequence[float]] | Floats) -> Matrix:
 
 
 def tolerance(generator: Matrix) -> tuple[int, float]:
-    """Return s, how many columns may be missing whichever they are, and the worst condition then.
+    """Return s, such that any s columns may be missing, and the worst condition number then.
 
-    Looks at every set of columns that may remain, from the smallest sets upwards.
+    All sets of columns that may remain are checked, from the smallest sets upwards.
     """
     g = np.array(generator)
     m, d = g.shape
@@ -71,7 +71,7 @@ def tolerance(generator: Matrix) -> tuple[int, float]:
 
 
 def _worst(g: Floats, remain: int) -> float:
-    """Return the worst condition number of so many columns, infinite if any are dependent."""
+    """Return the worst condition number of `remain` columns, infinite if any are dependent."""
     sets = combinations(range(g.shape[1]), remain)
     worst = 0.0
     while worst < inf and (some := list(islice(sets, _AT_ONCE))):
@@ -86,27 +86,27 @@ def _worst(g: Floats, remain: int) -> float:
 
 
 def repetition(d: int) -> Matrix:
-    """Return [d, 1, d]: everyone sends the sum, as in fractional repetition (Tandon, Lei, Dimakis
-    and Karampatziakis, 2017, arXiv 1612.03301)."""
+    """Return [d, 1, d]: each worker sends the sum, as in fractional repetition (Tandon, Lei,
+    Dimakis and Karampatziakis, 2017, arXiv 1612.03301)."""
     return matrix([[1.0] * d])
 
 
 def identity(d: int) -> Matrix:
-    """Return [d, d, 1]: each sends its own block of the sum, as in reduce-scatter."""
+    """Return [d, d, 1]: each worker sends its own block of the sum, as in reduce-scatter."""
     return matrix(np.eye(d))
 
 
 def parity(d: int) -> Matrix:
-    """Return [d, d-1, 2]: blocks as they are, and the last worker sends the sum of all blocks."""
+    """Return [d, d-1, 2]: each worker sends a plain block, the last one the sum of all blocks."""
     return matrix(np.hstack([np.eye(d - 1), np.ones((d - 1, 1))]))
 
 
 def harmonic(d: int, m: int = 2) -> Matrix:
     """Return [d, m, d-m+1]: the lowest m real frequencies, at d equally spaced points.
 
-    Any m columns are independent, since as complex numbers they are a Vandermonde matrix of
-    different roots of unity. For m = 2 these are lines at equal angles, whose worst condition
-    number cot(pi / 2d) is the least possible: of d lines in the plane two are within pi / d.
+    Any m columns are independent: as complex numbers they are a Vandermonde matrix of different
+    roots of unity. For m = 2 the columns are lines at equal angles. Their worst condition number
+    cot(pi / 2d) is the least possible: of d lines in the plane two are within pi / d.
     """
     _check(d, m)
     return matrix(frame(d, m))
@@ -130,7 +130,7 @@ def icosahedral() -> Matrix:
 
 
 def gaussian(d: int, m: int, seeds: Iterable[int] = range(_DRAWS)) -> Matrix:
-    """Return [d, m, d-m+1]: unit columns of Gaussian draws, the best conditioned of the seeds.
+    """Return [d, m, d-m+1]: unit columns of a Gaussian draw, from the seed of best condition.
 
     Random Gaussian matrices are MDS codes with probability 1 (Kadhe, Koyluoglu and Ramchandran,
     2020, arXiv 2005.07184), but a first draw may be a hundred times worse than a good one.
@@ -139,7 +139,7 @@ def gaussian(d: int, m: int, seeds: Iterable[int] = range(_DRAWS)) -> Matrix:
 
 
 def systematic(d: int, m: int, seeds: Iterable[int] = range(_DRAWS)) -> Matrix:
-    """Return [d, m, d-m+1] as [I | A]: no arithmetic if the first m answer; A as in `gaussian`."""
+    """Return [d, m, d-m+1] as [I | A], A as in `gaussian`: plain blocks if the first m answer."""
     draws = (_unit(d, m, seed)[:, : d - m] for seed in seeds)
     return _screened(d, m, (np.hstack([np.eye(m), a]) for a in draws))
 
@@ -152,7 +152,7 @@ def _unit(d: int, m: int, seed: int) -> Floats:
 
 def _screened(d: int, m: int, candidates: Iterable[Floats]) -> Matrix:
     _check(d, m)
-    # Large groups cost more for a draw, and get fewer: about a second at most.
+    # A draw costs more for large groups, so these get fewer draws: about a second at most.
     affordable = max(3, min(10 * _DRAWS, 100_000 // comb(d, m)))
     found = ((_worst(g, m), g) for g in islice(candidates, affordable))
     condition, chosen = min(found, key=lambda pair: pair[0])
@@ -173,8 +173,8 @@ def best(d: int, m: int) -> Matrix:
     """Return the best generator known here for groups of d and messages of 1/m.
 
     Harmonic frames were better conditioned than the best of thousands of Gaussian draws for every
-    (d, m) tried. Parity is up to three times worse conditioned (7.9 for d = 8, to 2.8), but mostly
-    needs no arithmetic, and else only additions.
+    (d, m) tried. Parity has a condition up to three times worse (for d = 8: 7.9 against 2.8), but
+    mostly needs no arithmetic, and otherwise only additions.
     """
     _check(d, m)
     if m == 1:

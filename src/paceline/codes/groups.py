@@ -1,10 +1,9 @@
-"""Group codes: n / d groups of d workers, each with d parts and one small code for all of them.
+"""Group codes: n / d groups of d workers, each with d parts; all groups share one small code.
 
-Every worker of a group computes all parts of the group, adds them up to S, and sends the
-combination sum over u of G[u, t] * block u of S by its column t of the generator G. A [d, m, s+1]
-code keeps rank m when any s columns are missing: the length is the load, the dimension shortens
-messages, and the distance tolerates stragglers (Kadhe, Koyluoglu and Ramchandran, 2020, arXiv
-2005.07184).
+Every worker of a group computes all parts of the group and adds them up to S. With its column t of
+the generator G it sends the sum over u of G[u, t] * block u of S. A [d, m, s+1] code keeps rank m
+when any s columns are missing: the length is the load, the dimension shortens messages, and the
+distance tolerates stragglers (Kadhe, Koyluoglu and Ramchandran, 2020, arXiv 2005.07184).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Decoder = tuple[tuple[int, Coefficients], ...]  # position in the group, weights
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups of as many workers as the generator has columns; any real matrix is allowed.
+    """A group code whose groups have one worker per column of the generator, any real matrix.
 
     n: the number of workers, a multiple of the columns.
     generator: m rows, d columns; see `generators.py` for good ones, `best` above all.
@@ -41,7 +40,7 @@ class Grouped:
     n: int
     generator: Matrix | Sequence[Sequence[float]] | Floats
     stragglers: int = field(init=False)
-    condition: float = field(init=False)  # the worst over everything that `stragglers` allows
+    condition: float = field(init=False)  # the worst over all sets of up to `stragglers` missing
     exact: bool = field(default=True, init=False, repr=False)
     _decoders: _Decoders = field(init=False, repr=False, compare=False)
 
@@ -81,10 +80,10 @@ class Grouped:
         return _Groups(self.n, self.load, self._decoders)
 
     def decode(self, rows: Collection[int]) -> dict[int, Coefficients]:
-        """Return weights that use every answer of a group, unless some are the blocks themselves.
+        """Return weights that use every answer of a group, or the plain blocks if all are there.
 
-        Least squares over all answers is exact here, and the better conditioned the more there
-        are. Where single blocks were sent as they are, these are taken without arithmetic.
+        Least squares over all answers is exact here, and better conditioned with more answers. If
+        each block of a group was sent plain by some row, these need no arithmetic.
         """
         check_rows(rows, self.n)
         d = self.load
@@ -114,7 +113,7 @@ def _explain(short: list[int], patterns: list[int], code: Grouped) -> str:
 
 
 class _Groups:
-    """Is ready when every group has enough answers."""
+    """A collector that is ready when every group has enough answers."""
 
     def __init__(self, n: int, d: int, decoders: _Decoders) -> None:
         self._d, self._decoders = d, decoders
@@ -135,30 +134,30 @@ class _Groups:
 
 
 class _Decoders:
-    """The decoders of one generator for patterns of answers, as bits; all equal groups share it."""
+    """The decoders of one generator, by pattern of answers as bits; all groups share them."""
 
     def __init__(self, generator: Matrix, stragglers: int) -> None:
         self._g = np.array(generator)
         self._m, self._d = self._g.shape
         self._stragglers = stragglers
-        # Which columns are block u alone: from them nothing needs to be computed.
+        # The columns that are block u alone: their messages need no arithmetic.
         units = np.eye(self._m).tolist()
         columns = self._g.T.tolist()
         self._plain = [[t for t in range(self._d) if columns[t] == unit] for unit in units]
-        self._kept: OrderedDict[int, Decoder] = OrderedDict()  # empty where it does not decode
+        self._kept: OrderedDict[int, Decoder] = OrderedDict()  # empty: not decodable
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def enough(self, pattern: int) -> bool:
-        """Whether a group decodes from these answers; the rank counts only beyond s missing."""
+        """Return whether a group decodes from these answers; beyond s missing, by their rank."""
         answers = pattern.bit_count()
         if answers >= self._d - self._stragglers:
             return True
         return answers >= self._m and bool(self.of({pattern})[pattern])
 
     def of(self, patterns: Collection[int]) -> dict[int, Decoder]:
-        """Return the decoder for each pattern; those not known are computed at once."""
+        """Return the decoder for each pattern; all unknown ones are computed together."""
         unknown = [pattern for pattern in patterns if pattern not in self._kept]
         found = {p: self._kept[p] for p in patterns if p in self._kept}
         for pattern in found:
@@ -182,19 +181,19 @@ class _Decoders:
             else:
                 rest.append(pattern)
         rest.sort(key=int.bit_count)
-        for _, same in groupby(rest, key=int.bit_count):  # as many answers: as stacked matrices
+        for _, same in groupby(rest, key=int.bit_count):  # equal numbers of answers stack
             some = list(same)
             bits = np.array(some, dtype=np.int64)[:, None] >> np.arange(self._d) & 1
             index = np.nonzero(bits)[1].reshape(len(some), -1)
             solved = self._solve(self._g[:, index].transpose(1, 0, 2)).tolist()
             for pattern, positions, weights in zip(some, index.tolist(), solved, strict=True):
-                if weights[0][0] != weights[0][0]:  # NaN: of too low a rank
+                if weights[0][0] != weights[0][0]:  # NaN: the rank is too low
                     yield pattern, ()
                 else:
                     yield pattern, tuple(zip(positions, map(tuple, weights), strict=True))
 
     def _solve(self, g: Floats) -> Floats:
-        """Return for each stacked G the smallest Z with G @ Z = I, NaN where there is none."""
+        """Return, for each stacked G, the smallest Z with G @ Z = I, or NaN if no Z exists."""
         patterns, m, answers = g.shape
         if answers < self._d - self._stragglers:
             values = np.linalg.svd(g, compute_uv=False)

@@ -1,4 +1,4 @@
-"""The exact code for any number of workers: groups, and one larger group beside them if need be."""
+"""The exact code for any number of workers: groups of d, and one larger group for a remainder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.codes.dual import cyclic
 from paceline.codes.generators import best
 from paceline.codes.groups import Grouped
 
-# The best of up to 2,000 draws for the group that is left over: by workers, load and m.
+# The best seeds of up to 2,000 for the larger group, by its workers, load and m.
 _SEEDS = {
     (5, 4, 2): 1016,
     (6, 4, 2): 1449,
@@ -29,7 +29,7 @@ _SEEDS = {
 
 @dataclass(frozen=True)
 class Beside:
-    """The rows and parts of the first code, and then those of the second."""
+    """Two codes side by side: the rows and parts of the first, then those of the second."""
 
     first: Code
     second: Code
@@ -85,7 +85,7 @@ class Beside:
 
 
 class _Both:
-    """Is ready when both are."""
+    """A collector that is ready when both of its collectors are."""
 
     def __init__(self, n: int, first: Collector, second: Collector) -> None:
         self._n, self._first, self._second = n, first, second
@@ -105,7 +105,7 @@ class _Both:
 def hybrid(n: int, d: int, m: int) -> Code:
     """Return the best exact code for n workers of load d with messages of 1/m, and s = d - m.
 
-    Groups of d, but where d does not divide n one of d + n mod d in dual form.
+    It has groups of d. If d does not divide n, one group has d + n mod d rows, in dual form.
     """
     if not 1 <= m <= d <= n:
         raise ValueError(f"n={n}, d={d}, m={m}: use 1 <= m <= d <= n")

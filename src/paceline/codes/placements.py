@@ -1,4 +1,4 @@
-"""Where parts lie: laid around a circle by speed, on the edges of a graph, or at random."""
+"""Placements of parts on rows: around a circle by speed, on the edges of a graph, or at random."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def around(loads: Sequence[int], parts: int) -> Holders:
 
 
 def loads(speeds: Sequence[float], parts: int, copies: int) -> list[int]:
-    """Return the parts for each worker in proportion to its speed, at most all, `copies` of each.
+    """Return the number of parts of each worker, in proportion to its speed, at most all parts.
 
-    For codes in the manner of Wang et al. ("Heterogeneity-aware gradient coding", 2019): what
-    exceeds all parts goes to the others, and fractions go to the largest remainders.
+    Each part is placed `copies` times, for codes in the manner of Wang et al.
+    ("Heterogeneity-aware gradient coding", 2019). A share above all parts is capped, and its
+    excess goes to the others; fractions go to the largest remainders.
 
     >>> loads([1, 1, 1, 2, 2, 4, 4, 8], 24, 2)
     [2, 2, 2, 4, 4, 9, 8, 17]
@@ -72,7 +73,7 @@ def scattered(n: int, parts: int, copies: int, seed: int = 0) -> Holders:
         while len(chosen) < copies:
             if not left:
                 left = rng.permutation(n).tolist()
-            # The next who does not hold this part yet; a new round may begin with one who does.
+            # Take the next row that does not hold this part; a new round may begin with a holder.
             at = next((i for i, row in enumerate(left) if row not in chosen), None)
             if at is None:
                 left += rng.permutation(n).tolist()
@@ -95,7 +96,7 @@ def regular_graph(vertices: int, degree: int, seed: int = 0) -> list[tuple[int, 
     rng = np.random.default_rng(seed)
     ends = np.repeat(np.arange(vertices), degree)
     for attempt in count():
-        if attempt % 100 == 0:  # dense graphs may not be mended; begin anew
+        if attempt % 100 == 0:  # exchanges may fail in dense graphs; shuffle again
             rng.shuffle(ends)
         edges = np.sort(ends.reshape(-1, 2), axis=1)
         names = edges[:, 0] * vertices + edges[:, 1]

@@ -1,1 +1,3 @@
-"""Decisions without input or output: protocol, ledger, coordinator, journal."""
+"""The decision logic, without I/O: protocol, ledger, coordinator, journal."""
+
+from paceline.core import errors as errors

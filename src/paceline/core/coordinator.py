@@ -1,4 +1,4 @@
-"""One place where decisions are made: a policy, its ledger, and a journal of both."""
+"""The coordinator: a policy, its ledger, and the journal of their events and commands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.core.errors import StalledError
 from paceline.core.journal import Entry, Header, Journal
 from paceline.core.ledger import Ledger
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Command,
     Discard,
@@ -15,36 +17,38 @@ from paceline.core.protocol import (
     Event,
     Finished,
     Interrupted,
-    Policy,
     Stop,
     WorkerId,
 )
-from paceline.core.state import describe, load_state, save_state
-
-
-class StalledError(RuntimeError):
-    """Nothing runs, no timer is set, and the policy has not stopped."""
+from paceline.core.schema import load_state, save_state
+from paceline.core.state import describe
 
 
 class Coordinator:
-    """Feed it events, carry out the commands it returns. It does nothing itself."""
+    """Turns events into commands, which the caller carries out; it performs no I/O itself.
 
-    def __init__(self, policy: Policy, batch: int = 1, journal: Journal | None = None) -> None:
-        self.policy = copy.deepcopy(policy)  # the caller's policy is a recipe
+    copied: whether to copy the policy; if False, the coordinator changes the given object.
+    """
+
+    def __init__(
+        self, policy: Policy, batch: int = 1, journal: Journal | None = None, *, copied: bool = True
+    ) -> None:
+        self.policy = copy.deepcopy(policy) if copied else policy
         if journal is None:
             journal = Journal(Header(describe(policy), batch))
         self.journal = journal
+        self.whole = True  # whether the engine has carried out all commands
         header = journal.header
         self.ledger = Ledger(batch, header.message_bytes, header.prices, header.peer)
 
     def handle(self, now: float, event: Event) -> Entry:
-        """Book the event, ask the policy, book and return its commands."""
+        """Record the event, ask the policy, then apply and return its commands."""
         ledger = self.ledger
         commands: tuple[Command, ...] = ()
         news = ledger.record(now, event)
         if isinstance(event, Finished) and not news:
-            if event.task not in ledger.held:  # else it came twice, and the first one counts
-                commands = (Discard(event.task),)  # too late: nobody waits for it
+            if event.task not in ledger.held:  # else a duplicate: the first result counts
+                commands = (Discard(event.task),)  # too late: the task is no longer running
         elif ledger.stopped is None:
             if isinstance(event, Interrupted):
                 commands = (ledger.apply(Stop(event.reason)),)
@@ -56,11 +60,11 @@ class Coordinator:
         return entry
 
     def state(self) -> dict[str, Any]:
-        """Return policy and books as plain JSON data."""
+        """Return the state of policy and ledger as plain JSON data."""
         return {"policy": save_state(self.policy), "ledger": save_state(self.ledger)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`, under a policy of the same making."""
+        """Restore a `state()`; the policy must have the same settings."""
         load_state(self.policy, state["policy"])
         self.ledger.restore(state["ledger"])
 
@@ -76,16 +80,19 @@ class Coordinator:
 def drive(
     coordinators: Mapping[WorkerId, Coordinator], engine: Engine
 ) -> Iterator[tuple[WorkerId, Entry]]:
-    """Run until all coordinators have stopped, yielding each entry once it is carried out."""
+    """Run until all coordinators have stopped; yield each entry after its commands ran."""
     while any(c.ledger.stopped is None for c in coordinators.values()):
         occurred = engine.next_event()
         if occurred is None:
             books = "; ".join(f"{node}: {c}" for node, c in coordinators.items())
             raise StalledError(f"no event can come and the policy has not stopped. {books}")
         now, node, event = occurred
-        entry = coordinators[node].handle(now, event)
+        coordinator = coordinators[node]
+        coordinator.whole = False
+        entry = coordinator.handle(now, event)
         for command in entry.commands:
             engine.execute(node, command)
+        coordinator.whole = True
         yield node, entry
 
 
@@ -96,7 +103,10 @@ def run(coordinators: Mapping[WorkerId, Coordinator], engine: Engine) -> None:
 
 
 def replay(policy: Policy, journal: Journal) -> Journal:
-    """Feed a journal's events to a fresh policy. Equal journals mean equal runs."""
+    """Return the journal of a fresh policy fed with a journal's events.
+
+    Equal journals mean equal runs.
+    """
     found = Journal(journal.header)
     for entry in replayed(policy, journal):
         found.append(entry)
@@ -104,7 +114,7 @@ def replay(policy: Policy, journal: Journal) -> Journal:
 
 
 def replayed(policy: Policy, journal: Journal) -> Iterator[Entry]:
-    """Yield what a fresh policy answers to each of a journal's events."""
+    """Yield the entries of a fresh policy that is fed with a journal's events."""
     header = journal.header
     coordinator = Coordinator(policy, header.batch, Journal(header, keep=False))
     if header.state is not None:

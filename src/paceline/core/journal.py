@@ -1,4 +1,4 @@
-"""What happened and what was decided, entry by entry, in memory or as lines of JSON.
+"""The journal of a run: events and commands, entry by entry, in memory or as lines of JSON.
 
 The journal is the single source for reports, for fitting delay models and for replaying a run.
 A file's first line is its header; each further line is one entry.
@@ -6,6 +6,7 @@ A file's first line is its header; each further line is one entry.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -13,17 +14,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Command, Event, Peer, Prices
 from paceline.core.state import decode, encode
 
-FORMAT = 1
-# What comes of reading a line that is JSON and no entry.
+logger = logger_of(__name__)
+
+FORMAT = 2
+# The errors from reading a line that is valid JSON but not an entry.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-_AT_ONCE = 64  # lines that are parsed together, in less time than one by one or in larger heaps
+_AT_ONCE = 64  # lines parsed together: faster than single lines, and than larger chunks
 
 
 class Entry(NamedTuple):
-    """An event, when it came, and the commands it was answered with."""
+    """An event, its time, and the commands that answered it."""
 
     now: float
     event: Event
@@ -32,23 +36,28 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a journal is of, and the state it starts from when a run was resumed."""
+    """The settings of the run, and the state that it starts from if it was resumed."""
 
     policy: str = ""
     batch: int = 1
-    about: Mapping[str, Any] | None = None  # engine, versions, seed: for people and reports
+    about: Mapping[str, Any] | None = None  # engine, versions, seed: for readers and reports
     state: Mapping[str, Any] | None = None
     message_bytes: int = 0  # of a model, and of a result
     prices: Prices = Prices()
-    tiles: tuple[int, ...] = ()  # the samples of each, where the data are placed
-    peer: Peer | None = None  # whose it is, if there is no main node
+    tiles: tuple[int, ...] = ()  # the samples of each tile (data shard), if the data are placed
+    peer: Peer | None = None  # the node of a decentralized run
+
+    @property
+    def version(self) -> int:
+        """The model version that the journal starts from."""
+        return 0 if self.state is None else int(self.state["ledger"]["state"]["version"])
 
 
 class Journal:
-    """Entries in order: in memory, or in a file that is written as they come.
+    """Entries in order: in memory, or in a file to which each entry is appended.
 
-    With a path the entries live on disk alone and are read back when iterated over, so a long
-    run needs no more memory than a short one. `keep=False` forgets them (large simulations).
+    With a path the entries are only on disk, and iteration reads them back. A long run then needs
+    no more memory than a short one. `keep=False` drops the entries (large simulations).
     """
 
     def __init__(
@@ -66,37 +75,53 @@ class Journal:
             self._file.write(dump_header(self.header) + "\n")
 
     def append(self, entry: Entry) -> None:
-        self._count += 1
         if self._keep:
             self._entries.append(entry)
-        elif self._file is not None:
-            self._file.write(dump_entry(entry) + "\n")
+        elif self.path is not None and not self._write(dump_entry(entry) + "\n"):
+            return
+        self._count += 1
+
+    def _write(self, line: str) -> bool:
+        """Write a line; on an OSError, such as a full disk, warn and end the journal."""
+        if self._file is None:
+            return False
+        try:
+            self._file.write(line)
+            return True
+        except OSError as error:
+            logger.warning(
+                "the journal %s ends here, and the run goes on without it: %s; make room, or give "
+                "a path on another disk", self.path, error,
+            )  # fmt: skip
+            self.close()
+            return False
 
     def close(self) -> None:
-        """Finish the file, if there is one; reading goes on working."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file, if there is one; the journal can still be read."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # a full disk, which was logged
+                file.close()
 
     def save(self, path: Path | str) -> None:
         """Write the whole journal to a file."""
         if self.path is not None and self.path.resolve() == Path(path).resolve():
             if self._file is not None:
                 self._file.flush()
-            return  # it is there already; opening it for writing would empty it
+            return  # the file is complete; opening it for writing would empty it
         copy = Journal(self.header, path)
         for entry in self:
             copy.append(entry)
         copy.close()
 
     @classmethod
-    def load(cls, path: Path | str, told: Callable[[float], None] | None = None) -> Journal:
-        """Read a file into memory. A torn last line, as a crash leaves it, is left out.
+    def load(cls, path: Path | str, on_progress: Callable[[float], None] | None = None) -> Journal:
+        """Read a file into memory; skip an incomplete last line, which a crash may leave.
 
-        told: how many bytes are read, now and then.
+        on_progress: called from time to time with the bytes read so far.
         """
         journal = cls(read_header(path))
-        for entry in read_entries(path, told):
+        for entry in read_entries(path, on_progress):
             journal.append(entry)
         return journal
 
@@ -119,7 +144,7 @@ class Journal:
 
 
 def same(mine: Entry, theirs: Entry) -> bool:
-    """Tell whether two entries are of the same event, time and commands."""
+    """Return whether two entries have the same event, time and commands."""
     return mine == theirs or dump_entry(mine) == dump_entry(theirs)  # nan is not equal to nan
 
 
@@ -139,19 +164,21 @@ def read_header(path: Path | str) -> Header:
         raise _damaged(path, 1, error) from error
 
 
-def read_entries(path: Path | str, told: Callable[[float], None] | None = None) -> Iterator[Entry]:
-    """Read the rest, entry by entry, so that a long journal needs no memory.
+def read_entries(
+    path: Path | str, on_progress: Callable[[float], None] | None = None
+) -> Iterator[Entry]:
+    """Yield the entries of a journal's file, without keeping them in memory.
 
-    A torn last line, as a crash leaves it, is left out.
+    An incomplete last line, which a crash may leave, is skipped.
 
-    told: how many bytes are read, now and then.
+    on_progress: called from time to time with the bytes read so far.
     """
     with open(path, encoding="utf-8") as file:
         read, count = len(file.readline()), 2  # after the header
         while lines := list(islice(file, _AT_ONCE)):
             read += sum(map(len, lines))
-            if told is not None:
-                told(read)
+            if on_progress is not None:
+                on_progress(read)
             if not lines[-1].endswith("\n"):
                 del lines[-1]
             try:
@@ -168,7 +195,7 @@ def read_entries(path: Path | str, told: Callable[[float], None] | None = None) 
 
 
 def _entries(path: Path | str, first: int, parsed: list[Any]) -> Iterator[Entry]:
-    """Yield entries one by one, and say which is damaged."""
+    """Yield entries one by one; raise an error with the line number of a damaged one."""
     for number, data in enumerate(parsed, first):
         try:
             yield _entry(data)
@@ -182,7 +209,7 @@ def _damaged(path: Path | str, number: int, error: Exception) -> ValueError:
 
 
 def _line(path: Path | str, number: int, text: str) -> Any:
-    """Parse one line, and say which it is if it cannot be."""
+    """Parse one line; on failure raise an error with its line number."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

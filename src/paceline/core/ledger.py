@@ -1,9 +1,9 @@
-"""Who is here, what runs, what is held: the books that every policy reads.
+"""The ledger: connected workers, running tasks and held results, which every policy reads.
 
-All rules about what may follow what live here, so policies and engines need none. An operation
-costs the same with ten workers as with a million (only `outstanding` looks at each stale version
-that still runs): the collections that policies look at from the front are `OrderedDict`s, since a
-plain dict scans the gaps its removals leave.
+The ledger checks the order of events and commands, so policies and engines need no such checks. An
+operation costs the same with ten workers as with a million; only `outstanding` iterates, over the
+stale versions that still run. Policies read some collections from the front: these are
+`OrderedDict`s, since a plain dict scans the gaps that removals leave.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
+from paceline.core.errors import PolicyError
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -40,18 +41,27 @@ from paceline.core.protocol import (
     TimerFired,
     WorkerId,
 )
-from paceline.core.state import load_state
+from paceline.core.schema import Schema, SchemaError, load_state
 
 MAX_ATTEMPTS = 3
-"""A task that took this many workers with it is dropped: the fault may be in its samples."""
-
-
-class PolicyError(Exception):
-    """A policy gave a command that cannot be carried out: a bug in the policy."""
+"""A task is dropped after it lost this many workers, since its samples may be the cause."""
 
 
 class Ledger:
-    """Bookkeeping shared by all policies. Implements `View`."""
+    """The state of a run that all policies share; implements `View`."""
+
+    schema = Schema(
+        "ledger",
+        1,
+        {
+            **{name: name for name in ("now", "version", "samples", "stopped", "timers")},
+            **{name: name for name in ("batch", "message_bytes", "prices")},
+            **{name: name for name in ("workers", "idle", "free", "copies")},
+            **{name: name for name in ("running", "held", "lost")},
+            **{"next_task": "next_task", "next_offset": "next_offset"},
+            "next_shard_offsets": "_next_in_tile",
+        },
+    )
 
     def __init__(
         self,
@@ -64,7 +74,7 @@ class Ledger:
         self.version = 0
         self.batch, self.message_bytes, self.prices = batch, message_bytes, prices or Prices()
         self.samples = 0
-        self.gathered = 0
+        self.held_shares = 0
         self.workers: dict[WorkerId, int] = {}  # -> number of tasks outstanding
         self.idle: OrderedDict[WorkerId, None] = OrderedDict()
         self.free: OrderedDict[WorkerId, None] = OrderedDict()
@@ -73,7 +83,7 @@ class Ledger:
         self.lost: OrderedDict[TaskId, Task] = OrderedDict()
         self.node = MAIN if peer is None else peer.name
         self.tensors = () if peer is None else peer.tensors
-        # All begin with the same model, so that neighbors have each other's.
+        # All nodes begin with the same model, so each holds a copy of its neighbors'.
         known = () if peer is None else (peer.name, *peer.neighbors)
         self.copies: dict[WorkerId, int] = dict.fromkeys(known, 0)
         self.timers: dict[str, float] = {}
@@ -82,37 +92,37 @@ class Ledger:
         self._tasks: dict[WorkerId, dict[TaskId, None]] = {}  # -> tasks running
         self._by_version: OrderedDict[int, int] = OrderedDict()  # -> shares running
         self._shares = 0  # running, of all versions
-        self._next_id = 0
-        self._next_draw = 0
-        self._next_draws: dict[int, int] = {}  # of each tile of the data
+        self.next_task = 0  # the id of the next task
+        self.next_offset = 0  # of the next samples in the data stream
+        self._next_in_tile: dict[int, int] = {}  # tile (data shard) -> next offset in its stream
 
-    def delay(self, item: Task | Result) -> int:
+    def staleness(self, item: Task | Result) -> int:
         task = item.task if isinstance(item, Result) else item
         return self.version - task.version
 
-    def outstanding(self, max_delay: float) -> int:
+    def outstanding(self, max_staleness: float) -> int:
         stale = 0
-        if max_delay < inf:
+        if max_staleness < inf:
             for version, count in self._by_version.items():  # in increasing order
-                if self.version - version <= max_delay:
+                if self.version - version <= max_staleness:
                     break
                 stale += count
         return self._shares - stale
 
     def record(self, now: float, event: Event) -> bool:
-        """Book an event; return whether it is news to the policy."""
+        """Record an event; return whether the policy must react to it."""
         if now < self.now:
             raise ValueError(f"time went backwards: {event} at {now}, after {self.now}")
         self.now = now
         match event:
             case Finished(id, samples, seconds, stats, waited):
-                if id not in self.running:  # cancelled, or its worker is gone
+                if id not in self.running:  # cancelled, or its worker left
                     return False
                 task = self._end(id)
-                if samples < task.samples * task.work.steps:
+                if samples + event.skipped < task.samples * task.work.steps:
                     self._shorten(task, samples)
                 self.held[id] = Result(task, max(now - waited, task.since), samples, seconds, stats)
-                self.gathered += task.work.shares
+                self.held_shares += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
                 self._refresh(task.worker)
             case Joined(worker) if self._is_peer(worker):
@@ -141,7 +151,7 @@ class Ledger:
         return True
 
     def apply(self, command: Command) -> Command:
-        """Check and book a command; return it as the engine should see it."""
+        """Check and apply a command; return the command for the engine."""
         match command:
             case Assign():
                 return Start(self._stamp(command))
@@ -181,35 +191,47 @@ class Ledger:
         return command
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Take over saved books; what is counted is counted anew, since older ones lack it."""
+        """Load saved state; recompute all counts that follow from tasks and results."""
         load_state(self, data)
-        self.gathered = sum(result.task.work.shares for result in self.held.values())
+        kinds = {"running": Task, "held": Result, "lost": Task}
+        for name, kind in kinds.items():
+            if not all(isinstance(item, kind) for item in getattr(self, name).values()):
+                raise SchemaError(f"ledger.{name} has values other than {kind.__name__}")
+        self._results, self._tasks, self._by_version = {}, {}, OrderedDict()
+        for task in self.running.values():  # in increasing order of versions
+            self._tasks.setdefault(task.worker, {})[task.id] = None
+            before = self._by_version.get(task.version, 0)
+            self._by_version[task.version] = before + task.work.shares
+        for result in self.held.values():
+            worker = result.task.worker
+            self._results[worker] = self._results.get(worker, 0) + 1
+        self.held_shares = sum(result.task.work.shares for result in self.held.values())
         self._shares = sum(self._by_version.values())
 
     def abandon(self) -> None:
-        """Count everyone as gone and all unused work as lost, as after a restart."""
+        """Remove all workers and mark all unused work as lost, as after a restart."""
         unused = [*(result.task for result in self.held.values()), *self.running.values()]
-        for task in sorted(unused, key=lambda task: task.id):  # no worker's death: no attempt
+        for task in sorted(unused, key=lambda task: task.id):  # no worker failed: no attempt
             if task.work.parts is None:
                 self.lost[task.id] = replace(task, attempt=task.attempt - 1)
         for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
             book.clear()
         for index in (self.timers, self._results, self._tasks, self._by_version):
             index.clear()
-        self.gathered = self._shares = 0
+        self.held_shares = self._shares = 0
 
     def _stamp(self, command: Assign) -> Task:
         worker, work, version = command.worker, command.work, self.version
         if worker not in self.workers:
             raise self._error(command, f"no such worker; present are {_some(self.workers)}")
-        id = self._next_id
+        id = self.next_task
         if command.redo is not None:
             before = self.lost.pop(command.redo, None)
             if before is None:
                 raise self._error(command, "no such task is lost")
             again = replace(before.work, shares=work.shares)
-            task = Task(id, worker, again, version, self.now, before.samples, before.draw,
-                        before.attempt + 1, before.draws)  # fmt: skip
+            task = Task(id, worker, again, version, self.now, before.samples, before.offset,
+                        before.attempt + 1, before.tile_offsets)  # fmt: skip
         else:
             samples = self.batch if work.samples is None else work.samples
             if work.tiles is not None:
@@ -220,20 +242,25 @@ class Ledger:
                     raise self._error(command, f"its tiles give {samples} samples")
             if min(samples, work.steps, work.shares) < 1:
                 raise self._error(command, "a task needs at least one sample, step and share")
-            if work.parts is not None and not all(0 <= j < work.cut for j in work.parts):
-                raise self._error(command, f"the samples are cut into {work.cut} parts")
-            draws: tuple[int, ...] = ()
+            if work.parts is not None and not all(0 <= j < work.n_parts for j in work.parts):
+                raise self._error(command, f"the samples are cut into {work.n_parts} parts")
+            tile_offsets: tuple[int, ...] = ()
             if work.tiles is not None:
-                draw, draws = 0, tuple(self._next_draws.get(tile, 0) for tile in work.tiles)
-                for (tile, count), begin in zip(work.tiles.items(), draws, strict=True):
-                    self._next_draws[tile] = begin + count * work.steps
+                offset, tile_offsets = (
+                    0,
+                    tuple(self._next_in_tile.get(tile, 0) for tile in work.tiles),
+                )
+                for (tile, count), begin in zip(work.tiles.items(), tile_offsets, strict=True):
+                    self._next_in_tile[tile] = begin + count * work.steps
             elif work.parts is None:
-                draw = self._next_draw
-                self._next_draw += samples * work.steps
-            else:  # all who hold a part at one version draw the same samples of it
-                draw = version * self.batch * work.steps
-            task = Task(id, worker, work, version, self.now, samples, draw, draws=draws)
-        self._next_id += 1
+                offset = self.next_offset
+                self.next_offset += samples * work.steps
+            else:  # at one version, all workers with a part compute it on the same samples
+                offset = version * self.batch * work.steps
+            task = Task(
+                id, worker, work, version, self.now, samples, offset, tile_offsets=tile_offsets
+            )
+        self.next_task += 1
         self.running[id] = task
         self.workers[worker] += 1
         self._tasks.setdefault(worker, {})[id] = None
@@ -263,7 +290,7 @@ class Ledger:
         return self.node not in (MAIN, worker)
 
     def _end(self, id: TaskId) -> Task:
-        """Take a task off the running ones; the caller refreshes its worker."""
+        """Remove a task from the running ones; the caller refreshes its worker."""
         task = self.running.pop(id)
         self.workers[task.worker] -= 1
         del self._tasks[task.worker][id]
@@ -276,40 +303,40 @@ class Ledger:
         return task
 
     def _give_back(self, task: Task, samples: int) -> None:
-        """Let a tile's samples that are not used after all be drawn again.
+        """Return a task's unused samples to their tiles (data shards).
 
-        If others have been drawn behind them, the task as a whole is to be done again.
+        If later samples of a tile were already drawn, mark the whole task as lost instead.
         """
         if task.work.tiles is None:
             return
         drawn = task.drawn(samples)
-        if all(self._next_draws[t] == at + drawn[t] for t, at, _ in task.stretches() if drawn[t]):
-            self._next_draws.update((t, at) for t, at, _ in task.stretches() if drawn[t])
+        if all(self._next_in_tile[t] == at + drawn[t] for t, at, _ in task.stretches() if drawn[t]):
+            self._next_in_tile.update((t, at) for t, at, _ in task.stretches() if drawn[t])
         else:
-            self.lost[task.id] = replace(task, attempt=task.attempt - 1)  # no worker's fault
+            self.lost[task.id] = replace(task, attempt=task.attempt - 1)  # no worker failed
 
     def _shorten(self, task: Task, samples: int) -> None:
-        """Let samples be drawn again that were not computed in time."""
+        """Return the samples that were not computed in time to their tiles."""
         drawn = task.drawn(samples)
-        for tile, draw, whole in task.stretches():
-            if self._next_draws[tile] == draw + whole:
-                self._next_draws[tile] = draw + drawn[tile]
+        for tile, offset, whole in task.stretches():
+            if self._next_in_tile[tile] == offset + whole:
+                self._next_in_tile[tile] = offset + drawn[tile]
 
     def _lose(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
-            # Parts of a batch are of use at one version only, and others have them too.
+            # Parts of a batch are useful at one version only, and other workers have them too.
             if task.attempt < MAX_ATTEMPTS and task.work.parts is None:
                 self.lost[task.id] = task
 
     def _release(self, id: TaskId) -> None:
         task = self.held.pop(id).task
-        self.gathered -= task.work.shares
+        self.held_shares -= task.work.shares
         worker = task.worker
         self._results[worker] -= 1
         self._refresh(worker)
 
     def _refresh(self, worker: WorkerId) -> None:
-        if self.workers.get(worker) != 0:  # busy, or gone
+        if self.workers.get(worker) != 0:  # busy, or disconnected
             self.idle.pop(worker, None)
             self.free.pop(worker, None)
         else:
@@ -324,7 +351,7 @@ class Ledger:
 
 
 def distinct_samples(results: Iterable[Result]) -> int:
-    """Count the samples of results, those of a part that several have computed once."""
+    """Count the samples of results; a part that several workers computed counts once."""
     parts: dict[int, int] = {}
     shared = 0
     for result in results:

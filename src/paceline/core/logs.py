@@ -1,7 +1,7 @@
-"""Loggers that say the same thing a few times a minute at most, and then how often it was.
+"""Loggers that limit repeated messages to a few per minute and then log how many they omitted.
 
-A run in which workers fail all the time must not fill a disk with it: what matters is in the
-journal. Nothing is kept back from ERROR on.
+A run whose workers fail all the time must not fill a disk with log lines; the journal has all
+events. Records of level ERROR and above are never omitted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MOST = 20
-"""Records of one kind in a window; a kind is a level and a format string of one logger."""
+"""The limit of records of one kind (level and format string of one logger) in a window."""
 WINDOW = 60.0
-"""Seconds, from the first of them on."""
+"""The seconds of a window, which begins with the first record of a kind."""
 
 _Kind: TypeAlias = tuple[int, str]
 
@@ -22,21 +22,21 @@ _Kind: TypeAlias = tuple[int, str]
 class _Count:
     began: float
     seen: int = 0
-    left_out: int = 0  # and not told of so far
+    left_out: int = 0  # omitted, and not yet reported
 
 
 class Quota(logging.Filter):
-    """Lets through what is new, and of what is not the first `most` in so many seconds.
+    """Passes the first `most` records of each kind in a window of `seconds`; drops the rest.
 
-    The last one let through says that there may be more, and the first one of the next window how
-    many there were; threads that log at the very same moment may be miscounted by one. To have all,
-    take the filter off: `logging.getLogger(name).filters.clear()`.
+    The last record that passes says that more may follow. The first record of the next window says
+    how many were dropped. Threads that log at the same moment may be miscounted by one. To get all
+    records, remove the filter: `logging.getLogger(name).filters.clear()`.
     """
 
     def __init__(self, most: int = MOST, seconds: float = WINDOW) -> None:
         super().__init__()
         self._most, self._seconds = most, seconds
-        self._counts: dict[_Kind, _Count] = {}  # as many as there are format strings in the source
+        self._counts: dict[_Kind, _Count] = {}  # one entry for each format string in the source
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
@@ -60,7 +60,7 @@ class Quota(logging.Filter):
         return True
 
     def left_out(self) -> dict[_Kind, int]:
-        """Return how many of each kind were left out and not told of, and count anew."""
+        """Return the unreported number of dropped records of each kind, and reset it."""
         counts = list(self._counts.items())
         found = {kind: count.left_out for kind, count in counts if count.left_out}
         for _, count in counts:
@@ -68,7 +68,7 @@ class Quota(logging.Filter):
         return found
 
     def clear(self) -> None:
-        """Begin as if nothing had been logged."""
+        """Reset all counts."""
         self._counts.clear()
 
 
@@ -76,7 +76,7 @@ _quotas: dict[str, Quota] = {}
 
 
 def logger_of(name: str) -> logging.Logger:
-    """Return the logger of a module, with a quota of its own. It has no handler."""
+    """Return the logger of a module, with its own quota and without a handler."""
     logger = logging.getLogger(name)
     if name not in _quotas:
         _quotas[name] = Quota()
@@ -85,7 +85,7 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def tell_left_out() -> None:
-    """Say how many records were left out and not told of, a line for each kind: a run has ended."""
+    """Log the unreported number of dropped records, one line for each kind, at a run's end."""
     for name, quota in list(_quotas.items()):
         for (level, text), count in quota.left_out().items():
             told = "%d more records like %r were left out; see the journal"
@@ -93,6 +93,6 @@ def tell_left_out() -> None:
 
 
 def clear() -> None:
-    """Begin as if nothing had been logged."""
+    """Reset the counts of all loggers."""
     for quota in _quotas.values():
         quota.clear()

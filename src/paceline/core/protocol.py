@@ -1,7 +1,7 @@
 """Events in, commands out: the vocabulary that every policy and engine shares.
 
-Events are past tense: it happened. Commands are imperative: make it so. Nothing here reads a
-clock, draws a random number, or touches a tensor.
+An event says what happened; its name is in the past tense. A command says what to do; its name is
+imperative. No code here reads a clock, draws a random number, or touches a tensor.
 """
 
 from __future__ import annotations
@@ -16,72 +16,87 @@ TaskId: TypeAlias = int
 Stat: TypeAlias = Literal["loss", "norm", "dot", "sketch", "rate"]
 Stats: TypeAlias = Mapping[Stat, float]
 Figure: TypeAlias = Literal["norm", "change", "move"]
-"""Of each tensor x_i that may be sent: |x_i|; |x_i - x̂_i|, x̂_i as it was last sent; and of each
-tensor of the model: how far it moved in the last step, 0 before the first."""
+"""A norm per tensor. "norm" is |x_i| and "change" is |x_i - x̂_i|, for each tensor x_i that may be
+sent and its last sent value x̂_i. "move" is how far each tensor of the model moved in the last
+step, 0 before the first."""
 Figures: TypeAlias = Mapping[Figure, Sequence[float]]
 Want: TypeAlias = Stat | tuple[Literal["dot"], int] | tuple[Literal["each"], Figure]
-"""A statistic to attach; ("dot", 5) is the product with the step five before, every fifth step, and
-("each", "change") a figure of each tensor, where there is no main node."""
+"""A statistic that the engine attaches to events. ("dot", 5) is the inner product with the step
+five before, at every fifth step. ("each", "change") is a `Figure`, in a decentralized run."""
 Coefficients: TypeAlias = float | tuple[float, ...]
-"""A factor of a vector, or m of them: one for each of the vector's m blocks."""
+"""One factor for a vector, or m factors: one for each of the vector's m blocks."""
 Tag: TypeAlias = int | str | tuple[int | str, ...] | None
 
 SHARED = -1
-"""The tile that stands for the whole data, drawn from by whoever comes."""
+"""The tile (data shard) number of the whole dataset, which every worker can draw from."""
 MAIN: WorkerId = "main"
-"""The node that decides when there is only one; without a main node every peer is its own."""
+"""The name of the central coordinator; in a decentralized run every node has its own name."""
+
+
+def worker_names(workers: int) -> tuple[WorkerId, ...]:
+    """Return the names that an engine gives to its workers, in order.
+
+    >>> worker_names(3)
+    ('w0', 'w1', 'w2')
+    """
+    return tuple(f"w{i}" for i in range(workers))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to compute, without saying where, when, or on which model."""
+    """A computation, without its worker, its time, and its model version.
 
-    parts: Mapping[int, Coefficients] | None = None  # of the samples, computed each by itself
-    cut: int = 1  # into so many parts, of which these are some
+    A tile is a data shard: a part of the dataset with its own stream of samples.
+    """
+
+    parts: Mapping[int, Coefficients] | None = None  # part -> factors; each part computed alone
+    n_parts: int = 1  # parts that the samples are divided into; `parts` are some of them
     samples: int | None = None  # per local step; None: the policy's share
     steps: int = 1  # local steps; the result is then the model's change
-    budget: float = inf  # seconds, after which whatever is done is returned
-    shares: int = 1  # how many of the shares that a step gathers this is
+    budget: float = inf  # seconds, after which the worker returns the samples done so far
+    shares: int = 1  # of the shares that a step gathers, how many this work counts for
     tag: Tag = None  # the policy's own mark, for instance the row of a code
-    tiles: Mapping[int, int] | None = None  # samples from each tile of the data; None: from all
+    tiles: Mapping[int, int] | None = None  # tile -> samples from it; None: from all data
 
     @property
     def messages(self) -> int:
-        """How many times shorter than the model the result is: m, if parts have m coefficients."""
+        """The factor m by which the result is shorter than the model: coefficients per part."""
         first = next(iter(self.parts.values())) if self.parts else 0.0
         return len(first) if isinstance(first, tuple) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work given to a worker, stamped by the ledger."""
+    """Work assigned to a worker, with the id, version and offsets that the ledger set."""
 
     id: TaskId
     worker: WorkerId
     work: Work
     version: int  # of the model it starts from
     since: float
-    samples: int  # per local step, never unknown
-    draw: int  # where in the stream of data its samples begin
-    attempt: int = 1  # above 1: the worker that had it before was lost
-    draws: tuple[int, ...] = ()  # the same for each tile, which has a stream of its own
+    samples: int  # per local step; always set
+    offset: int  # of its first sample in the data stream
+    attempt: int = 1  # above 1: the previous worker of this task was lost
+    tile_offsets: tuple[int, ...] = ()  # for each tile, the offset in the tile's own stream
 
     def part(self, index: int) -> tuple[int, int]:
-        """Return where in the stream of data a part begins, and how many samples it has."""
-        begin, end = (self.samples * i // self.work.cut for i in (index, index + 1))
-        return self.draw + begin, end - begin
+        """Return a part's offset in the data stream and its number of samples."""
+        begin, end = (self.samples * i // self.work.n_parts for i in (index, index + 1))
+        return self.offset + begin, end - begin
 
     def stretches(self) -> Iterator[tuple[int, int, int]]:
-        """Yield tile, place in its stream, and samples, over all local steps."""
+        """Yield each tile, the offset in its stream, and its samples over all local steps."""
         if self.work.tiles is not None:
-            for (tile, samples), draw in zip(self.work.tiles.items(), self.draws, strict=True):
-                yield tile, draw, samples * self.work.steps
+            for (tile, samples), offset in zip(
+                self.work.tiles.items(), self.tile_offsets, strict=True
+            ):
+                yield tile, offset, samples * self.work.steps
 
     def drawn(self, samples: int) -> dict[int, int]:
-        """Return how many samples of each tile were computed, of so many in all.
+        """Return how many samples of each tile are among the first `samples` of the task.
 
-        In each local step those of several tiles are interleaved: of a tile with n samples in the
-        step, the i-th comes in the order of (i + 1/2) / n.
+        Each local step interleaves its tiles: sample i of a tile with n samples in the step is
+        ordered by (i + 1/2) / n.
         """
         tiles = self.work.tiles or {}
         steps, rest = divmod(samples, self.samples)
@@ -98,7 +113,7 @@ class Task:
 
     @property
     def computed(self) -> int:
-        """The samples that are computed: all in each local step, or those of its parts."""
+        """The samples that the task computes: all of every local step, or those of its parts."""
         if self.work.parts is None:
             return self.samples * self.work.steps
         return sum(self.part(index)[1] for index in self.work.parts)
@@ -106,10 +121,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished task. Its tensor stays with the engine, under the task's id."""
+    """A finished task. The engine keeps its tensor under the task's id."""
 
     task: Task
-    at: float  # when it arrived, which may be before anybody looked
+    at: float  # arrival time, which may be earlier than the event's
     samples: int
     seconds: float
     stats: Stats
@@ -117,9 +132,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a worker's hour and a gigabyte to or from it cost: one price for all, or by worker.
+    """The prices of a worker's hour and of a gigabyte to or from it: one for all, or by worker.
 
-    idle: whether hours without a task are paid as well, as for machines that stay rented.
+    idle: whether hours without a task cost the same, as for machines that stay rented.
     """
 
     per_hour: float | Mapping[WorkerId, float] = 0.0
@@ -133,7 +148,7 @@ class Prices:
             for price in given.values() if by_worker else (given,):
                 if not (isfinite(price) and price >= 0):
                     raise ValueError(f"{name}={given!r}: a price must be finite and >= 0")
-            # Plain numbers, which a journal can hold, and out of reach of whoever gave them.
+            # A copy, so that the caller cannot change it, in plain numbers, for the journal.
             plain = {w: float(price) for w, price in given.items()} if by_worker else float(given)
             object.__setattr__(self, name, plain)
 
@@ -158,11 +173,11 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A node where there is no main one."""
+    """A node of a decentralized run."""
 
     name: WorkerId
     neighbors: tuple[WorkerId, ...]  # at first
-    tensors: tuple[int, ...]  # sizes of the model's
+    tensors: tuple[int, ...]  # sizes of the model's tensors
 
 
 def _any_above_zero(prices: float | Mapping[WorkerId, float]) -> bool:
@@ -178,7 +193,7 @@ def _price(prices: float | Mapping[WorkerId, float], worker: WorkerId, name: str
 
 
 def magnitude(weight: Coefficients) -> float:
-    """Return how much a result counts for, where it is but a number that is averaged."""
+    """Return a result's weight as one number, for averages of losses: the largest |factor|."""
     return max(map(abs, weight)) if isinstance(weight, tuple) else abs(weight)
 
 
@@ -187,9 +202,10 @@ def magnitude(weight: Coefficients) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker is here and idle. A worker that left may join again under its name.
+    """A worker is connected and idle. A worker that left may join again under its name.
 
-    Without a main node every node is its own worker, and hears of peers that have come back.
+    In a decentralized run every node is its own worker; the event may also name a peer that
+    joined again.
     """
 
     worker: WorkerId
@@ -197,24 +213,25 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A worker is gone, and with it whatever it was computing. Without a main node: or a peer."""
+    """A worker left, and its running tasks are lost. Decentralized: the worker may be a peer."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A worker has a result: `samples` were seen in `seconds` of its own computing."""
+    """A worker has a result: it computed `samples` samples in `seconds` of its own time."""
 
     task: TaskId
     samples: int
     seconds: float = 0.0
     stats: Stats = field(default_factory=dict)
-    waited: float = 0.0  # seconds since it arrived: the engine was busy with something else
-    # Bytes that the result and the task's model took; None: as many as a model's, or a code's.
-    # Without a main node: what went to and came from peers since the task before.
+    waited: float = 0.0  # seconds since it arrived, while the engine was busy
+    # Bytes of the result (sent) and of the task's model (got); None: the size of a model, or of a
+    # coded result. Decentralized: bytes sent to and received from peers since the previous task.
     sent: int | None = None
     got: int | None = None
+    skipped: int = 0  # samples that are dropped, since their result was not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +245,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """News of a peer's model has arrived (without a main node only)."""
+    """An update of a peer's model has arrived (decentralized only)."""
 
     sender: WorkerId
-    version: int = 0  # of the model that it is of
+    version: int = 0  # of the peer's model
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +260,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Someone outside the policy asks to stop: Ctrl-C, a callback, a target reached."""
+    """The run was asked to stop from outside the policy: Ctrl-C, a callback, a target reached."""
 
     reason: str
 
@@ -258,7 +275,7 @@ Event: TypeAlias = Joined | Left | Finished | Stepped | Received | TimerFired | 
 class Assign:
     """Give a worker something to compute at the current version.
 
-    With `redo`, it is the work of a task that was lost with its worker, on the same samples, as
+    With `redo`, the worker recomputes that lost task on the same samples, and the task counts as
     `work.shares` shares of this step.
     """
 
@@ -269,21 +286,21 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`Assign` as the engine sees it: the ledger has stamped the task."""
+    """The command that the engine receives for `Assign`, with the task that the ledger made."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Give up a running task. Should its result still arrive, the policy never sees it."""
+    """Cancel a running task. If its result still arrives, the policy does not see it."""
 
     task: TaskId
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Give up a held result."""
+    """Drop a held result."""
 
     task: TaskId
 
@@ -292,11 +309,12 @@ class Discard:
 class Step:
     """Advance the model by one version.
 
-    The optimizer receives the sum of weight * result, added up in the order given; of a coded
-    result, m times shorter than the model, block u of the model gets the part that weight[u]
-    makes of it. `mix` first replaces the model by a weighted sum with the copies that are at hand:
-    those of peers, and under its own name the one that peers have of this node. The model itself
-    has what is left of 1.
+    The optimizer receives the sum of weight * result, added up in the order given. A coded result
+    is m times shorter than the model; it adds weight[u] * result to block u of the model.
+
+    `mix` first replaces the model by a weighted sum of the model and the copies that this node
+    holds. These are the copies of peers' models and, under its own name, the copy of this node
+    that its peers hold. The model itself has weight 1 - sum of mix.
     """
 
     weights: Mapping[TaskId, Coefficients]
@@ -306,12 +324,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell peers of this node's model, all the same (without a main node only).
+    """Send the same update of this node's model to some peers (decentralized only).
 
-    It moves the copy that all peers have of this node, whoever is told.
+    The update changes the public copy of this node, which is the same on all peers.
 
-    tensors: which of them; None: all.
-    whole: the copy as it is, for peers who have none, in place of what has changed.
+    tensors: the indices of the tensors to send; None: all.
+    whole: send the whole copy instead of changes, to peers that have no copy.
     """
 
     to: tuple[WorkerId, ...]
@@ -337,13 +355,14 @@ class Stop:
 Command: TypeAlias = Assign | Start | Cancel | Discard | Step | Send | SetTimer | Stop
 
 
-# --- the three contracts -------------------------------------------------------------------------
+# --- the ledger that a policy reads, and the engine that carries out its commands ---------------
 
 
 class View(Protocol):
-    """What a policy may look at: the ledger, read-only, current after each yielded command.
+    """The read-only ledger that a policy sees, up to date after each yielded command.
 
-    The collections are live and ordered: copy what is iterated over while commands are yielded.
+    The collections are live and ordered: copy a collection before yielding commands in a loop
+    over it.
     """
 
     @property
@@ -352,7 +371,7 @@ class View(Protocol):
     def version(self) -> int: ...
     @property
     def batch(self) -> int:
-        """The samples one step should use: the global batch size."""
+        """The global batch size: the samples that one step should use."""
 
     @property
     def samples(self) -> int:
@@ -360,67 +379,53 @@ class View(Protocol):
 
     @property
     def message_bytes(self) -> int:
-        """The size of a model, and of a result, on the wire; 0 where it is not known."""
+        """The bytes of a model, and of a result, on the wire; 0 if unknown."""
 
     @property
     def prices(self) -> Prices:
-        """What workers and messages cost; nothing where no prices were given."""
+        """The prices of workers and messages; all are 0 if the user gave none."""
 
     @property
     def node(self) -> WorkerId:
-        """Whose books these are: the main node's, or a peer's where there is none."""
+        """The ledger's owner: the central coordinator, or one node of a decentralized run."""
 
     @property
     def tensors(self) -> Sequence[int]:
-        """The sizes of the model's tensors (without a main node only)."""
+        """The sizes of the model's tensors (in decentralized runs only)."""
 
     @property
     def workers(self) -> Collection[WorkerId]: ...
     @property
     def idle(self) -> Collection[WorkerId]:
-        """Workers with nothing to do, longest idle first."""
+        """Workers without a running task, longest idle first."""
 
     @property
     def free(self) -> Collection[WorkerId]:
-        """Idle workers of whom no result is held."""
+        """Idle workers without a held result."""
 
     @property
     def running(self) -> Mapping[TaskId, Task]:
-        """Tasks not finished, oldest first, so versions never decrease along it."""
+        """Running tasks, oldest first, so their versions never decrease."""
 
     @property
     def held(self) -> Mapping[TaskId, Result]: ...
     @property
-    def gathered(self) -> int:
-        """The shares that the held results are: as many as results, unless tasks are larger."""
+    def held_shares(self) -> int:
+        """The shares of all held results: the number of results, unless tasks have more shares."""
 
     @property
     def lost(self) -> Mapping[TaskId, Task]:
-        """Tasks whose worker left; `Assign(redo=…)` hands them out again."""
+        """Tasks whose worker left; `Assign(redo=…)` assigns them again."""
 
     @property
     def copies(self) -> Mapping[WorkerId, int]:
-        """Nodes of whose model a copy is at hand, and the version of each, as far as is known."""
+        """The nodes whose model this node holds a copy of, with the last known version of each."""
 
-    def delay(self, item: Task | Result) -> int:
+    def staleness(self, item: Task | Result) -> int:
         """Count the versions the model has moved since the item's task began."""
 
-    def outstanding(self, max_delay: float) -> int:
-        """Count the shares of running tasks that began at most `max_delay` versions ago."""
-
-
-class Policy(Protocol):
-    """Decides who computes, how long to wait, and what to send.
-
-    `react` yields commands; each takes effect on the view before the next line runs. It depends
-    on nothing but its arguments and the policy's own fields, which are plain data.
-    """
-
-    @property
-    def wants(self) -> frozenset[Want]:
-        """The statistics that the engine should attach to its events."""
-
-    def react(self, view: View, event: Event) -> Iterator[Command]: ...
+    def outstanding(self, max_staleness: float) -> int:
+        """Count the shares of running tasks that began at most `max_staleness` versions ago."""
 
 
 class Engine(Protocol):
@@ -429,4 +434,4 @@ class Engine(Protocol):
     def execute(self, node: WorkerId, command: Command) -> None: ...
 
     def next_event(self) -> tuple[float, WorkerId, Event] | None:
-        """Wait for the next event: when, at which node, what. None: none can come."""
+        """Wait for the next event; return its time, node and event, or None if none can come."""

@@ -1,7 +1,7 @@
-"""Plain JSON for values, and for the state of policies and books: no pickle, nothing executed.
+"""Converts values to plain JSON and describes recipes, without pickle and without executing code.
 
-A value names its type where JSON has none of it: `{"type": "Task", …}`. Only the types listed
-here are ever built, whatever a file says.
+A value whose type JSON lacks is stored with its type: `{"type": "Task", …}`. Only the types listed
+here are ever built, whatever a file contains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.core import protocol
 
-# One object each: then entries with a nan in the same place are equal.
+# One object each, so that two entries with nan in the same place compare equal.
 _NOT_FINITE = {"nan": nan, "inf": inf, "-inf": -inf}
 _VALUES: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -39,7 +39,7 @@ _FIELDS = {
 
 
 def encode(value: Any) -> Any:
-    """Return a value of the protocol, or of plain Python, as JSON data.
+    """Return a value of the protocol or of plain Python as JSON data.
 
     >>> encode(protocol.Step({3: 0.5}))
     {'type': 'Step', 'weights': {'type': 'dict', 'items': [[3, 0.5]]}}
@@ -115,8 +115,8 @@ def _value(data: dict[str, Any]) -> Any:
     return _VALUES[data["type"]](**{k: decode(v) for k, v in data.items() if k != "type"})
 
 
-# A long run's journal is made of the following. Most have only the fields that all of them have,
-# each as JSON has it, and are read in a third of the time; whatever is not so is read as any value.
+# A long run's journal consists mostly of the following types. Most values have only the common
+# fields, in plain JSON, and these readers take a third of the time. Other values go to `_value`.
 
 
 def _start(data: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def _task(data: dict[str, Any]) -> Any:
     else:
         made = decode(work)
     return protocol.Task(
-        data["id"], data["worker"], made, data["version"], since, data["samples"], data["draw"]
+        data["id"], data["worker"], made, data["version"], since, data["samples"], data["offset"]
     )
 
 
@@ -158,7 +158,8 @@ def _finished(data: dict[str, Any]) -> Any:
         if type(number) is not float:
             return _value(data)
     return protocol.Finished(
-        data["task"], data["samples"], seconds, stats, waited, get("sent"), get("got")
+        *(data["task"], data["samples"], seconds, stats, waited, get("sent"), get("got")),
+        get("skipped", 0),
     )
 
 
@@ -179,53 +180,20 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def save_state(thing: Any) -> dict[str, Any]:
-    """Return the fields of an object as JSON data; objects within it are saved the same way."""
-    if hasattr(thing, "state_dict"):
-        return {"class": type(thing).__name__, "state": encode(thing.state_dict())}
-    fields = {
-        name: {"object": save_state(item)} if _has_fields(item) else {"value": encode(item)}
-        for name, item in vars(thing).items()
-        if not isinstance(item, _CODE)  # code is the recipe's, never the file's
-    }
-    return {"class": type(thing).__name__, "fields": fields}
-
-
-def load_state(thing: Any, data: Mapping[str, Any]) -> None:
-    """Put saved fields back into an object made from the same recipe."""
-    if type(thing).__name__ != data["class"]:
-        raise ValueError(
-            f"the saved state is of {data['class']}, but {type(thing).__name__} was given; "
-            "resume with the policy that the run was started with"
-        )
-    if "state" in data:
-        thing.load_state_dict(decode(data["state"]))
-        return
-    for name, item in data["fields"].items():
-        if not hasattr(thing, name):
-            raise ValueError(
-                f"{data['class']} has no field {name!r}; was it saved by another version?"
-            )
-        if "object" in item:
-            load_state(getattr(thing, name), item["object"])
-        else:
-            object.__setattr__(thing, name, decode(item["value"]))
-
-
 def describe(thing: Any) -> str:
-    """Return a recipe as its user would write it: defaults left out, functions by name.
+    """Return a recipe as its user would write it, without defaults and with functions by name.
 
     >>> describe(protocol.Work(samples=8))
     'Work(samples=8)'
     """
-    if isinstance(thing, _FUNCTIONS):
+    if isinstance(thing, FUNCTIONS):
         return thing.__name__
     if isinstance(thing, partial):
         given = [*map(describe, thing.args)]
         given += [f"{name}={describe(value)}" for name, value in thing.keywords.items()]
         return f"partial({', '.join([describe(thing.func), *given])})"
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
-        # Python's own repr of an object is an address, which is another in each process.
+        # Python's default repr contains an address, which differs in each process.
         plain = type(thing).__repr__ is not object.__repr__
         return repr(thing) if plain else f"{type(thing).__name__}()"
     given = [
@@ -236,10 +204,10 @@ def describe(thing: Any) -> str:
     return f"{type(thing).__name__}({', '.join(given)})"
 
 
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
-_CODE = (*_FUNCTIONS, partial)
-_PLAIN = (Mapping, list, tuple, set, frozenset, random.Random, int, float, str)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
-def _has_fields(item: Any) -> bool:
-    return hasattr(item, "__dict__") and not isinstance(item, (*_CODE, *_PLAIN))
+def has_fields(item: Any) -> bool:
+    """Return whether an object has its own fields and is neither code nor plain data."""
+    plain = (Mapping, list, tuple, set, frozenset, random.Random, int, float, str)
+    return hasattr(item, "__dict__") and not isinstance(item, (*FUNCTIONS, partial, *plain))

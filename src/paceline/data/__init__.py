@@ -1,1 +1,5 @@
-"""Datasets that are already on this machine, read without downloading anything."""
+"""Sampling data, placing them with workers, and partitioning them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

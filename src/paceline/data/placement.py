@@ -1,4 +1,4 @@
-"""How much of a batch, and of the data, each worker gets: whole numbers in proportion to speed."""
+"""Each worker's number of samples of a batch and of tiles (data shards), by its speed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import TypeAlias
 from paceline.core.protocol import WorkerId
 
 Most: TypeAlias = int | Mapping[WorkerId, int] | None
-"""The samples that fit into a worker's memory: of all alike, or by worker; None: any number."""
+"""The samples that fit into a worker's memory: one limit for all, or by worker; None: no limit."""
 
 _STILL = 1e-9
 _ROUNDING = 1e-9
 
 
 def shares(
-    total: int, speeds: Sequence[float], least: int = 1, most: Sequence[float] | None = None
+    total: int, speeds: Sequence[float], least: int = 1, max_samples: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Cut a total in proportion to speeds, so that all are done at the same time.
+    """Divide a total in proportion to speeds, so that all workers finish at the same time.
 
-    Everyone gets `least` or more, and no more than `most`; what those who are held to a limit
-    leave or take is shared by the others. The total is kept unless the limits forbid it. In plain
-    floats, one by one: whoever computes this, on whatever machine, rounds alike.
+    Each worker gets at least `least` and at most `max_samples`; the other workers share the
+    difference. The shares add up to the total unless the limits forbid it. The arithmetic uses
+    plain floats in a fixed order, so every machine rounds alike.
 
     >>> shares(22, [1, 1, 2, 2, 4, 4, 4, 4])
     (1, 1, 2, 2, 4, 4, 4, 4)
-    >>> shares(16, [1, 1, 2, 4], most=[16, 16, 16, 6])
+    >>> shares(16, [1, 1, 2, 4], max_samples=[16, 16, 16, 6])
     (3, 2, 5, 6)
     """
-    upper = [inf] * len(speeds) if most is None else [max(limit, least) for limit in most]
+    upper = (
+        [inf] * len(speeds) if max_samples is None else [max(limit, least) for limit in max_samples]
+    )
     if total <= least * len(speeds):
         return (least,) * len(speeds)
     if total >= sum(upper):
@@ -44,22 +46,27 @@ def shares(
 
 
 def _above_zero(speeds: Sequence[float]) -> list[float]:
-    """Return speeds of which the largest is 1; who stands still is a billion times slower."""
+    """Return speeds scaled to a maximum of 1 and a minimum of 1e-9; all 1 if none is above 0."""
     fastest = max(speeds)
     return [max(speed / fastest, _STILL) if fastest > 0 else 1.0 for speed in speeds]
 
 
-def _level(total: int, speeds: list[float], least: int, most: Sequence[float]) -> list[float]:
-    """Return what all do in the time in which they do the total, within their limits."""
+def _level(
+    total: int, speeds: list[float], least: int, max_samples: Sequence[float]
+) -> list[float]:
+    """Return each worker's samples at the time when all, within their limits, reach `total`."""
 
     def done(seconds: float) -> list[float]:
-        return [min(max(seconds * v, least), limit) for v, limit in zip(speeds, most, strict=True)]
+        return [
+            min(max(seconds * v, least), limit)
+            for v, limit in zip(speeds, max_samples, strict=True)
+        ]
 
     def amount(seconds: float) -> float:
         return sum(done(seconds))
 
-    # Between the moments at which one of them meets a limit, the total is linear in the time.
-    ends = [min(limit, total) for limit in most]
+    # Between the times at which a worker reaches a limit, the amount is linear in time.
+    ends = [min(limit, total) for limit in max_samples]
     corners = sorted({end / v for v, limit in zip(speeds, ends, strict=True)
                       for end in (0, least, limit)})  # fmt: skip
     after = min(bisect_left(corners, float(total), key=amount), len(corners) - 1)
@@ -69,17 +76,17 @@ def _level(total: int, speeds: list[float], least: int, most: Sequence[float]) -
     return done(corners[before] + part * (corners[after] - corners[before]))
 
 
-def limits(most: Most, workers: Sequence[WorkerId]) -> list[float] | None:
-    """Return the limit of each worker; who is not named has none."""
-    if most is None:
+def limits(max_samples: Most, workers: Sequence[WorkerId]) -> list[float] | None:
+    """Return the limit of each worker; a worker that is not named has no limit."""
+    if max_samples is None:
         return None
-    if not isinstance(most, Mapping):
-        return [float(most)] * len(workers)
-    return [float(most.get(worker, inf)) for worker in workers]
+    if not isinstance(max_samples, Mapping):
+        return [float(max_samples)] * len(workers)
+    return [float(max_samples.get(worker, inf)) for worker in workers]
 
 
 def step_seconds(samples: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return how long a step takes that waits for everyone: the largest samples / speed."""
+    """Return the time of a step that waits for all workers: the largest samples / speed."""
     return max(each / speed for each, speed in zip(samples, speeds, strict=True) if each)
 
 
@@ -89,16 +96,16 @@ def dealt(
     speeds: Mapping[WorkerId, float],
     first: Sequence[int] = (),
 ) -> dict[int, WorkerId]:
-    """Give the tiles to workers in proportion to speed, and leave as many as can be where they are.
+    """Assign tiles (data shards) to workers in proportion to speed; move as few as possible.
 
-    owners: who has them now; tiles of workers that are not named in `speeds` go to others.
-    first: tiles that rather than others leave a worker that has too many.
+    owners: the current owners; tiles of workers that are not in `speeds` go to others.
+    first: tiles that leave a worker before others if it has too many.
     """
     workers = list(speeds)
     counts = dict(zip(workers, shares(len(tiles), list(speeds.values())), strict=True))
     new: dict[int, WorkerId] = {}
     rank = {tile: turn for turn, tile in enumerate(first)}
-    # Those that shall leave come last, and find their owner's places taken.
+    # The tiles in `first` come last, when their owner's places may be taken.
     for tile in sorted(tiles, key=lambda tile: -rank.get(tile, len(rank))):
         owner = owners.get(tile)
         if owner is not None and counts.get(owner, 0) > 0:

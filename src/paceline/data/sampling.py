@@ -1,4 +1,4 @@
-"""Which samples a task sees: a pure function of (seed, tile, place in the stream)."""
+"""The samples of a task: a pure function of (seed, tile, offset); a tile is a data shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline.core.protocol import SHARED, Task
 from paceline.data.partition.base import Partition
 from paceline.data.seeding import generator
 
-_KEPT_EPOCHS = 3  # an asynchronous run works at an epoch's end and the next one's beginning
+_KEPT_EPOCHS = 3  # an asynchronous run uses the end of an epoch and the beginning of the next
 
 
 class Stream:
     """An endless stream of sample indices: one shuffled epoch after the other.
 
-    Any stretch of it can be had directly, so nobody needs to know what others have drawn.
+    Any range of it is computed directly, so workers need not know what others have drawn.
 
     >>> sorted(Stream(size=4, seed=0).indices(start=4, count=4).tolist())
     [0, 1, 2, 3]
@@ -30,7 +30,7 @@ class Stream:
         self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return the samples at places `start` to `start + count` of the stream."""
+        """Return the samples at offsets `start` to `start + count` of the stream."""
         pieces = []
         while count > 0:
             epoch, offset = divmod(start, self.size)
@@ -50,7 +50,7 @@ class Stream:
 
 
 class Samples:
-    """The samples of tasks: of one stream over all data, or of one for each tile of them."""
+    """The samples of tasks, from one stream over all data or one stream for each tile."""
 
     def __init__(self, size: int, seed: int, tiles: Partition | None = None) -> None:
         if tiles is not None and len(tiles) != size:
@@ -63,23 +63,23 @@ class Samples:
         self._streams: dict[int, Stream] = {}
 
     def stretch(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return some of the stream over all data."""
+        """Return `count` samples of the stream over all data."""
         return self._shared.indices(start, count)
 
     def of(self, task: Task, step: int = 0) -> NDArray[np.int64]:
         """Return the samples of a task's local step.
 
-        Those of several tiles are interleaved, so that any beginning of them is of all tiles.
+        The samples of several tiles are interleaved, so a task cut short has used all tiles.
         """
         if task.work.tiles is None:
-            return self.stretch(task.draw + step * task.samples, task.samples)
+            return self.stretch(task.offset + step * task.samples, task.samples)
         if self._tiles is None:
             raise ValueError(
                 f"task {task.id} draws from tiles {list(task.work.tiles)}, but the learner was "
                 "given none; give Trainer(placement=…) and not the policy alone"
             )
         pieces, turns = [], []
-        for (tile, count), draw in zip(task.work.tiles.items(), task.draws, strict=True):
+        for (tile, count), draw in zip(task.work.tiles.items(), task.tile_offsets, strict=True):
             pieces.append(
                 self._tiles.indices(tile)[self._stream(tile).indices(draw + step * count, count)]
             )
@@ -89,10 +89,10 @@ class Samples:
         return np.concatenate(pieces)[np.argsort(np.concatenate(turns), kind="stable")]
 
     def generator(self, task: Task) -> np.random.Generator:
-        """Return the randomness that belongs to a task's samples, whoever computes them."""
+        """Return the random generator of a task's samples, the same on every worker."""
         for tile, draw, _ in task.stretches():
             return generator(self._seed, tile, draw)
-        return generator(self._seed, SHARED, task.draw)
+        return generator(self._seed, SHARED, task.offset)
 
     def _stream(self, tile: int) -> Stream:
         assert self._tiles is not None

@@ -1,4 +1,4 @@
-"""All randomness: a generator for a seed and a key."""
+"""The source of all randomness: one generator for each seed and key."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return the random generator that belongs to a seed and a key, the same everywhere."""
+    """Return the random generator of a seed and a key, the same on every machine."""
     return np.random.Generator(np.random.PCG64([seed, *(part + 1 for part in key)]))

@@ -1,4 +1,4 @@
-"""For torchrun scripts with DistributedDataParallel: shares by speed, and what is sent."""
+"""Tools for DistributedDataParallel scripts: batch shares by speed, and gradient compression."""
 
 from paceline.ddp.hooks import CodecHook, TriggeredHook
 from paceline.ddp.sampler import ProportionalSampler

@@ -1,4 +1,4 @@
-"""The few numbers that the ranks tell each other, over the default process group."""
+"""Exchange of a few numbers between the ranks, over the default process group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 Gather: TypeAlias = Callable[[Sequence[float]], list[list[float]]]
-"""Takes a rank's row of numbers, and returns the rows of all ranks, in their order."""
+"""Takes a rank's row of numbers, and returns the rows of all ranks, in the order of ranks."""
 
 
 def is_grouped() -> bool:
-    """Tell whether the default process group is there."""
+    """Return whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def launched() -> tuple[int, int]:
-    """Return the rank of this process and their number: the group's, else those of torchrun."""
+    """Return rank and number of ranks, from the process group or else from torchrun."""
     if is_grouped():
         return dist.get_rank(), dist.get_world_size()
     rank, ranks = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
@@ -45,7 +45,7 @@ def all_gather(row: Sequence[float]) -> list[list[float]]:
 
 
 def agreed(gather: Gather, row: Sequence[float], about: str) -> list[list[float]]:
-    """Return the rows of all ranks, once they are seen to have the same to say `about`."""
+    """Return the rows of all ranks; refuse if the text `about` differs between ranks."""
     rows = gather([*row, crc32(about.encode())])
     others = [rank for rank, found in enumerate(rows) if found[-1] != rows[0][-1]]
     if others:

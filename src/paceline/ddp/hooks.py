@@ -1,11 +1,10 @@
-"""Communication hooks for DistributedDataParallel: gradients that travel shorter, or less often.
+"""Communication hooks for DistributedDataParallel: send shorter gradients, or send them less often.
 
-What a hook remembers is kept for each parameter by its name. DDP rebuilds its buckets after the
-first step, and a run that is taken up again begins with the first buckets anew: neither matters
-here, and nor does `bucket_cap_mb`.
+A hook keeps its state per parameter name, so it depends on neither `bucket_cap_mb` nor the buckets.
+DDP rebuilds its buckets after the first step, and a resumed run begins with the first ones again.
 
-All ranks take part in every exchange, in the same order. A hook saves bytes, never rounds; it even
-adds a short one for each bucket, in which the ranks tell each other what will follow.
+All ranks take part in every exchange, in the same order. A hook saves bytes, not communication
+rounds. It adds a short round for each bucket, in which the ranks announce what will follow.
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.codecs.base import Codec, Message, Sender, pack, unpack
+from paceline.codecs.triggers import Trigger
 from paceline.core.protocol import Figure
-from paceline.policies.triggers import Trigger
+from paceline.core.schema import load_state, save_state
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket  # which torch.distributed has untyped
+    from torch._C._distributed_c10d import GradBucket  # untyped in torch.distributed
 
 Rate: TypeAlias = float | Callable[[], float] | Optimizer
 Recipe: TypeAlias = Codec | Callable[[torch.Size], Codec]
 
 
 class _Hook(ABC):
-    """What both hooks share: where they are registered, what they count, and how they are saved.
+    """Base of both hooks: registration, byte counts, and saved state.
 
-    bytes_sent: what this rank has sent to the others, if all-gather sends a tensor n - 1 times and
-        all-reduce 2 (n - 1) / n times, as their rings do (gloo's are such).
-    bytes_dense: what all-reduce would have sent of the same gradients.
+    bytes_sent: the bytes that this rank has sent to the others, if all-gather sends a tensor n - 1
+        times and all-reduce 2 (n - 1) / n times, as ring algorithms do (gloo uses rings).
+    bytes_dense: the bytes that all-reduce would have sent for the same gradients.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -51,7 +51,7 @@ class _Hook(ABC):
         self._names: dict[Tensor, str] = {}
 
     def register(self, model: DistributedDataParallel) -> Self:
-        """Let the hook exchange the gradients of a model, once, before the first step."""
+        """Register the hook with a model, once, before the first step."""
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"a hook is for DistributedDataParallel, not {type(model).__name__}; "
@@ -73,7 +73,7 @@ class _Hook(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank remembers, tensors and plain data: every rank saves its own."""
+        """Return the state of this rank, tensors and plain data; every rank saves its own."""
         self._registered()
         return {
             **{"rank": self._rank, "ranks": self._ranks},
@@ -82,7 +82,7 @@ class _Hook(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where this rank's state was taken, after `register`."""
+        """Continue from a state of this rank; call it after `register`."""
         self._registered()
         if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
             raise ValueError(
@@ -122,15 +122,15 @@ class _Hook(ABC):
 
     @abstractmethod
     def _reduce(self, buffer: Tensor, names: list[str], pieces: Sequence[Tensor]) -> Future[Tensor]:
-        """Put what is to be stepped with into the pieces of the buffer."""
+        """Write the gradient for the step into the pieces of the buffer."""
 
     @abstractmethod
     def _saved(self, name: str) -> dict[str, Any]:
-        """Return what is remembered of a parameter."""
+        """Return the state of a parameter."""
 
     @abstractmethod
     def _load(self, name: str, saved: Mapping[str, Any]) -> None:
-        """Remember that."""
+        """Load the state of a parameter."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Channel:
     codec: Codec
     sender: Sender
     size: int
-    group: int  # of the optimizer, which has its learning rate
+    group: int  # the optimizer's group, for its learning rate
     sent: int = 0
 
 
@@ -154,14 +154,14 @@ class CodecHook(_Hook):
     Deep Gradient Compression, for an optimizer without momentum. `codec` may also be a function of
     the shape: `lambda shape: Feedback(LowRank(2, (tuple(shape),)))`.
 
-    rate: the learning rate, in whose units memories are kept: a number, a function, or the
+    rate: the learning rate, the unit of the codec's memory: a number, a function, or the
         optimizer. With a GradScaler use `lambda: rate / scaler.get_scale()`.
-    dense_below: tensors with fewer numbers travel as they are, and so do, unless it is 0, all
-        with fewer than two dimensions: biases, normalization.
-    seed: of what is random in the codec; ranks, parameters and steps differ by themselves.
+    dense_below: tensors with fewer numbers are sent uncompressed. Unless it is 0, so are all
+        tensors with fewer than two dimensions: biases, normalization.
+    seed: the seed of the codec's randomness; ranks, parameters and steps get different streams.
 
-    A gradient that is zero throughout is not sent and leaves the memory alone: DDP drops what it is
-    given for a parameter that no rank has used.
+    A gradient that is zero throughout is not sent and does not change the memory: DDP drops the
+    gradient of a parameter that no rank has used.
     """
 
     def __init__(
@@ -200,20 +200,20 @@ class CodecHook(_Hook):
 
     def _reduce(self, buffer: Tensor, names: list[str], pieces: Sequence[Tensor]) -> Future[Tensor]:
         packed = torch.from_numpy(pack(self._written(names, pieces))).to(buffer.device)
-        # gloo gathers tensors of one length only, so that all are as long as the longest.
+        # gloo gathers tensors of equal length only, so all are padded to the longest.
         length = torch.tensor([packed.numel()], device=buffer.device)
         lengths = [torch.empty_like(length) for _ in range(self._ranks)]
         dist.all_gather(lengths, length, group=self._group)
         sizes = [int(each) for each in torch.cat(lengths).tolist()]
-        mine = packed.new_zeros(-(-max(sizes) // 8) * 8)  # so that numbers lie aligned
+        mine = packed.new_zeros(-(-max(sizes) // 8) * 8)  # so that numbers are aligned
         mine[: packed.numel()] = packed
         received = [torch.empty_like(mine) for _ in sizes]
         self.bytes_sent += (self._ranks - 1) * (length.element_size() + mine.numel())
         channels = [self._channels.get(name) for name in names]
         work = dist.all_gather(received, mine, group=self._group, async_op=True)
 
-        # Knows nothing of self: a thread of the process group drops it last, maybe after the group
-        # was destroyed, and would with self destroy the group and wait for its own end.
+        # Must not reference self: a thread of the process group drops this function last, maybe
+        # after the group was destroyed. With self it would destroy the group and wait for itself.
         def read(future: Future[Any]) -> Tensor:
             future.wait()
             rows = zip(received, sizes, strict=True)
@@ -224,7 +224,7 @@ class CodecHook(_Hook):
         return work.get_future().then(read)  # type: ignore[no-any-return]
 
     def _written(self, names: list[str], pieces: Sequence[Tensor]) -> Message:
-        """Return one message: how many parts each tensor has, all dense numbers, then the parts."""
+        """Return one message: the part counts of the tensors, all dense numbers, the parts."""
         counts, dense, parts = [], [pieces[0].new_empty(0)], list[Tensor]()
         for name, piece in zip(names, pieces, strict=True):
             channel, sent = self._channels.get(name), tuple[Tensor, ...]()
@@ -269,7 +269,7 @@ class CodecHook(_Hook):
 def _put_mean(
     messages: Sequence[Message], channels: Sequence[_Channel | None], pieces: Sequence[Tensor]
 ) -> None:
-    """Put the mean of what all ranks have sent into the pieces."""
+    """Write the mean of the messages of all ranks into the pieces."""
     heads = [(message.parts[0].tolist(), message.parts[1]) for message in messages]
     ats, low = [2] * len(messages), 0
     for index, (channel, piece) in enumerate(zip(channels, pieces, strict=True)):
@@ -289,32 +289,33 @@ def _put_mean(
 
 @dataclass
 class _Kept:
-    """What is known of one parameter: the gradient last given, and the mean of all ranks then."""
+    """The state of one parameter: the gradient last sent, and the mean of all ranks then."""
 
     trigger: Trigger
     mine: Tensor | None = None
     mean: Tensor | None = None
     step: int = 0
-    since: int = 0  # steps since it was exchanged
+    since: int = 0  # steps since the last exchange
 
 
 class TriggeredHook(_Hook):
-    """Exchanges a tensor when it has changed on some rank, and steps with its last mean otherwise.
+    """Exchanges a gradient only when it has changed on some rank; otherwise reuses its last mean.
 
         hook = TriggeredHook(Lag(workers=1), every=20).register(model)
 
     Lazily aggregated gradients (LAG, Chen et al. 2018, arXiv 1805.09965), for collectives. Each
-    rank has a copy of the trigger for each tensor, which is shown |g_r|, |g_r - ĝ_r| with ĝ_r as
-    this rank last gave it, and as the `move` of the model the norm of the mean that the last step
-    took, all at rate 1: thresholds are in units of gradients. `Lag(workers=1)` is then LAG's rule
-    for a model that moves by rate times mean, tensor by tensor: |g_r - ĝ_r|^2 > xi sum |move|^2.
+    rank has a copy of the trigger for each tensor. The trigger gets |g_r| and |g_r - ĝ_r|, where
+    ĝ_r is the gradient that this rank sent last. As the `move` of the model it gets the norm of the
+    mean of the last step. All are at rate 1: thresholds are in units of gradients. `Lag(workers=1)`
+    is then LAG's rule for a model that moves by rate times mean, tensor by tensor:
+    |g_r - ĝ_r|^2 > xi sum |move|^2.
 
-    LAG's workers upload alone, and a server adds differences. Here a byte for each tensor tells
-    whether any rank asks for it, and then all ranks give theirs, since an all-reduce takes as long
-    with zeros for some. That is never more than all-reduce sends, a byte for each tensor aside, and
-    the mean is of gradients and not a sum of differences, whose rounding would add up.
+    In LAG each worker uploads alone, and a server adds differences. Here the ranks exchange a byte
+    for each tensor: whether any rank asks for it. If so, all ranks send theirs, since an all-reduce
+    takes as long with zeros from some. Apart from that byte, this never sends more than all-reduce.
+    The mean is one of gradients, not a sum of differences, whose rounding errors would add up.
 
-    every: after so many steps a tensor is exchanged in any case; None leaves it to the trigger.
+    every: exchange a tensor at least every so many steps; None leaves it to the trigger.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class TriggeredHook(_Hook):
         kept = self._kept[name]
         tensors = {"mine": kept.mine, "mean": kept.mean}
         return {
-            **{"step": kept.step, "since": kept.since, "trigger": deepcopy(vars(kept.trigger))},
+            **{"step": kept.step, "since": kept.since, "trigger": save_state(kept.trigger)},
             **{key: each.clone() for key, each in tensors.items() if each is not None},
         }
 
@@ -399,4 +400,4 @@ class TriggeredHook(_Hook):
         kept.mine, kept.mean = (
             saved[key].clone() if key in saved else None for key in ("mine", "mean")
         )
-        vars(kept.trigger).update(deepcopy(saved["trigger"]))
+        load_state(kept.trigger, saved["trigger"])

@@ -1,13 +1,13 @@
-"""Cuts every global batch among the ranks of DistributedDataParallel by their speeds.
+"""A sampler that divides every global batch among the ranks of DDP by their speeds.
 
-A step of DistributedDataParallel takes as long as its slowest rank. The batch itself is the same
-whoever computes which part of it: DDP averages the gradients of n ranks, so if rank r has b_r of
-the B samples and multiplies its mean loss by n b_r / B, the average is the gradient of the mean
-loss over the whole batch, up to rounding.
+A step of DistributedDataParallel takes as long as its slowest rank. The division does not change
+the gradient. DDP averages the gradients of n ranks: if rank r has b_r of the B samples and
+multiplies its mean loss by n b_r / B, the average is the gradient of the mean loss over the whole
+batch, up to rounding.
 
 A loader with workers draws batches from its sampler well before they are trained on. The ranks
-therefore tell each other how far they have drawn, together with their speeds, and new shares hold
-from the first step that nobody has drawn: at every step all ranks cut the batch alike.
+therefore exchange how far they have drawn, together with their speeds. New shares hold from the
+first step that no rank has drawn, so that all ranks divide the batch of every step alike.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.ddp.exchange import Gather, agreed, all_gather, is_grouped, launch
 from paceline.ddp.schedule import Schedule
 
 Batch = TypeVar("Batch")
-_TIMED = 10  # steps before an exchange that are timed on a GPU, which must be waited for
+_TIMED = 10  # steps that are timed before an exchange on a GPU, which must be synchronized
 
 
 class _Piece(NamedTuple):
-    """What this rank has of the batch of one step."""
+    """The part that this rank has of the batch of one step."""
 
     step: int
     own: int
@@ -41,10 +41,10 @@ class _Piece(NamedTuple):
 class ProportionalSampler(Sampler[list[int]]):
     """A batch sampler that gives each rank its part of a global batch, in proportion to its speed.
 
-    `batch_size` is that of all ranks together. Everybody has at least 1 sample of a batch and at
-    most `most` (one number, or one for each rank: what fits its memory); a batch is a stretch of a
-    shuffled epoch, the same as that of `Stream(samples, seed)`. The last batch of an epoch is
-    smaller unless `drop_last`; with fewer samples than ranks it is left out.
+    `batch_size` counts the samples of all ranks together. Each rank has at least 1 sample of a
+    batch and at most `max_samples` (one number, or one for each rank, to fit its memory). Batches
+    are consecutive samples of a shuffled epoch, in the order of `Stream(samples, seed)`. A smaller
+    last batch is left out with `drop_last`, or if it has fewer samples than there are ranks.
 
         sampler = ProportionalSampler(dataset, batch_size=512)
         loader = DataLoader(dataset, batch_sampler=sampler)
@@ -56,21 +56,21 @@ class ProportionalSampler(Sampler[list[int]]):
                 sampler.scale(loss).backward()
                 optimizer.step()
 
-    Rank and number of ranks are those of the default process group, or, as long as there is none,
-    of the variables RANK and WORLD_SIZE that torchrun sets.
+    Rank and number of ranks come from the default process group. If there is none, they come from
+    the variables RANK and WORLD_SIZE that torchrun sets.
 
     With `speeds`, one for each rank in any unit, the shares are fixed. Otherwise each rank measures
-    its samples per second of loading and forward pass (the backward pass waits for the others),
-    and all exchange them after 5 steps, then after 10, 20, and so on up to `every`. `smoothing` is
-    the weight of what was known before. A rank that has a fixed cost per step besides that of its
-    samples is slower the smaller its share; exchange by exchange that leads to equal times.
+    its samples per second of loading and forward pass (the backward pass waits for the others).
+    All ranks exchange their speeds after 5 steps, then after 10, 20, and so on up to `every`.
+    `smoothing` is the weight of the previous speed. A rank with a fixed cost per step besides that
+    of its samples is slower the smaller its share; repeated exchanges lead to equal times.
 
     Gradient accumulation works, with `no_sync()` or without: every micro-batch is a step of the
-    sampler and scaled by its own factor, so `sampler.scale(loss / micro_batches)` is right. So do
-    `GradScaler` and clipping after the backward pass. Batch normalization takes its statistics per
-    rank, as always under DDP, so there the result depends on the shares; `SyncBatchNorm` weights by
-    samples. A loss that is a mean over something other than samples (tokens, unmasked pixels) is
-    weighted by samples here, which is not the mean over the batch.
+    sampler with its own factor, so `sampler.scale(loss / micro_batches)` is right. `GradScaler` and
+    clipping after the backward pass work too. Batch normalization takes its statistics per rank, as
+    always under DDP, so there the result depends on the shares; `SyncBatchNorm` weights by samples.
+    A loss that is a mean over something other than samples (tokens, unmasked pixels) is weighted
+    by samples here, which is not the mean over the batch.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class ProportionalSampler(Sampler[list[int]]):
         speeds: Sequence[float] | None = None,
         smoothing: float = 0.5,
         every: int = 50,
-        most: int | Sequence[int] | None = None,
+        max_samples: int | Sequence[int] | None = None,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
         gather: Gather | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._asked = rank is None  # of torch.distributed
+        self._asked = rank is None  # rank and size come from torch.distributed
         if (rank is None) != (world_size is None):
             raise ValueError("give both rank and world_size, or neither to ask torch.distributed")
         if rank is None or world_size is None:
@@ -103,11 +103,17 @@ class ProportionalSampler(Sampler[list[int]]):
                 f"and leave rank and world_size out, or give speeds="
             )
         batch_size = _whole(batch_size, "batch_size")
-        limits = [batch_size] if most is None else [*most] if isinstance(most, Sequence) else [most]
-        limits = [_whole(limit, "most") for limit in limits]
+        limits = (
+            [batch_size]
+            if max_samples is None
+            else [*max_samples]
+            if isinstance(max_samples, Sequence)
+            else [max_samples]
+        )
+        limits = [_whole(limit, "max_samples") for limit in limits]
         limits = limits * world_size if len(limits) == 1 else limits
         rates = [1.0] * world_size if speeds is None else [*map(float, speeds)]
-        for name, given in (("most", limits), ("speeds", rates)):
+        for name, given in (("max_samples", limits), ("speeds", rates)):
             if len(given) != world_size:
                 raise ValueError(f"{len(given)} {name} for {world_size} ranks; give one for each")
         limits = [min(limit, batch_size) for limit in limits]
@@ -129,14 +135,14 @@ class ProportionalSampler(Sampler[list[int]]):
         self._stream = Stream(self.samples, seed)
         self._gather, self._clock = gather if world_size > 1 else None, clock
         self._fixed = speeds is not None or world_size == 1
-        self._start = 0  # where the next iteration begins
+        self._start = 0  # the first step of the next iteration
         self._done = 0  # steps of the epoch that were trained on
-        self._next = 0  # the first step that was not drawn
+        self._next = 0  # the first step that is not drawn yet
         self._turn = 0  # counts iterations
-        self._drawn: deque[_Piece] = deque()  # and not yet handed out
-        self._piece: _Piece | None = None  # of the batch in hand
-        self._scaled = True  # the loss of the batch in hand
-        self._began: float | None = None  # when that was asked for, if it is to be timed
+        self._drawn: deque[_Piece] = deque()  # drawn, and not yet handed out
+        self._piece: _Piece | None = None  # the current batch
+        self._scaled = True  # whether the loss of the current batch is scaled
+        self._began: float | None = None  # when the current batch was requested, if timed
         self._samples, self._seconds = 0, 0.0  # timed since the last exchange
         self._device = torch.device("cpu")  # where the losses are
 
@@ -146,11 +152,11 @@ class ProportionalSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many samples of the next full batch each rank has."""
+        """The samples that each rank has of the next full batch."""
         return self._schedule.at(self._done)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew for this epoch; without it every epoch has the order of the last."""
+        """Shuffle anew for this epoch; without this call every epoch has the same order."""
         if epoch == self.epoch:
             return
         if self._piece is not None:
@@ -161,7 +167,7 @@ class ProportionalSampler(Sampler[list[int]]):
         self._rewind()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the samples of this rank, step by step. Meant for a DataLoader."""
+        """Yield the sample indices of this rank, step by step, for a DataLoader."""
         self._turn += 1
         turn = self._turn
         self._rewind()
@@ -182,7 +188,7 @@ class ProportionalSampler(Sampler[list[int]]):
             yield self._stream.indices(place, own).tolist()
 
     def measured(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Iterate over the loader and take the time; give the loss of every batch to `scale`."""
+        """Iterate over the loader and measure speeds; pass the loss of every batch to `scale`."""
         source: object = getattr(loader, "batch_sampler", None)
         if source is not self:
             raise ValueError(
@@ -207,7 +213,7 @@ class ProportionalSampler(Sampler[list[int]]):
 
     def _timing(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         self._rewind()
-        self._exchange()  # nothing to learn yet, but it tells whether the ranks agree
+        self._exchange()  # no speeds yet, but it checks that the ranks agree
         batches, last = iter(loader), 0
         try:
             while True:
@@ -220,7 +226,7 @@ class ProportionalSampler(Sampler[list[int]]):
                 except StopIteration:
                     return
                 piece = self._piece = self._drawn.popleft()
-                # The first step starts the loader, and the first of a size may compile or tune.
+                # The first step starts the loader; the first batch of a size may compile or tune.
                 self._began = began if piece.own == last else None
                 last, self._done = piece.own, piece.step
                 self._schedule.left -= 1
@@ -241,7 +247,7 @@ class ProportionalSampler(Sampler[list[int]]):
             self._piece = self._began = None
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times n b_r / B, whose gradient DDP averages to that of the batch."""
+        """Return the loss times n b_r / B, so that DDP averages to the gradient of the batch."""
         if self._piece is None:
             raise RuntimeError(
                 "scale() found no batch; call it inside `for batch in sampler.measured(loader):`, "
@@ -261,17 +267,17 @@ class ProportionalSampler(Sampler[list[int]]):
         return loss * (self.world_size * self._piece.own / self._piece.of)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, ready for JSON, the same on all ranks.
+        """Return the position of training, ready for JSON, the same on all ranks.
 
-        A batch counts from its `scale` on, however far the loader has drawn.
+        A batch counts once its loss is scaled, however far ahead the loader has drawn.
         """
         place = {"epoch": self.epoch, "step": self._done}
         return {**self._identity(), **place, "schedule": self._schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, on every rank; the number of ranks may be another.
+        """Continue from a state, on every rank; the number of ranks may differ.
 
-        The rest of its epoch comes next, also after `set_epoch` of that same epoch.
+        The rest of its epoch comes next, also after `set_epoch` with that same epoch.
         """
         for name, mine in self._identity().items():
             if state[name] != mine:
@@ -289,19 +295,19 @@ class ProportionalSampler(Sampler[list[int]]):
         return {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
 
     def _rewind(self) -> None:
-        """Forget what was drawn; a new epoch has the newest shares from its beginning."""
+        """Forget the drawn batches; a new epoch begins with the newest shares."""
         if not self._start:
             self._schedule.restart()
         self._done = self._next = self._start
         self._drawn.clear()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":  # what was launched, among it the last step's all-reduce
+        if self._device.type == "cuda":  # wait for launched kernels and the last all-reduce
             torch.cuda.synchronize(self._device)
         return self._clock()
 
     def _exchange(self) -> list[list[float]]:
-        """Return each rank's speed and how far it has drawn, once all are seen to agree."""
+        """Return the speed and the next step to draw of each rank; refuse if ranks disagree."""
         if self._gather is None:
             return []
         speed = self._samples / self._seconds if self._seconds > 0 else nan
@@ -311,7 +317,7 @@ class ProportionalSampler(Sampler[list[int]]):
 
 
 def _whole(number: Any, name: str) -> int:
-    """Return a number that must be whole, of whatever type."""
+    """Return a number of any type as an integer; refuse a fraction."""
     if int(number) != number:
         raise ValueError(f"{name}={number}: use a whole number of samples")
     return int(number)

@@ -1,4 +1,4 @@
-"""Models made of models: workers that have bad times, or differ from each other."""
+"""Models made of models: workers whose speed changes over time, or differs between workers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.delays.models import Delay, settle
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Alternates between two models in time, staying exponential times of the given mean seconds.
+    """Alternates between two models, each for exponential times of the given mean seconds.
 
-    A task keeps the model of its start. `mean` is that of a task which starts at a random moment;
-    back-to-back tasks start more often while they are short, so their average is lower.
+    A task keeps the model of its start. `mean` is that of a task that starts at a random moment.
+    Back-to-back tasks start more often in the fast phase, so their average is lower.
     """
 
     fast: Delay
@@ -51,8 +51,8 @@ class Bursts:
         """Bring the state from its switch at `until` to `now`."""
         both = self.fast_for + self.slow_for
         behind = now - until
-        # The start state weighs exp(-behind / relaxation): after 40 of these no float can tell,
-        # and a fresh stationary draw spares walking through a long idle time switch by switch.
+        # The old state has weight exp(-behind / relaxation), below float precision after 40
+        # relaxation times. A stationary draw then avoids walking through every switch.
         if behind > 40 * self.fast_for * self.slow_for / both:
             slow = rng.random() < self.slow_for / both
             behind = -rng.exponential(self.slow_for if slow else self.fast_for)
@@ -88,7 +88,7 @@ class Mixture:
     @property
     def mean(self) -> float:
         pairs = zip(self.models, self.weights, strict=True)
-        # A model that is never drawn may have an infinite mean, and 0 * inf is not a number.
+        # A model of weight 0 may have an infinite mean, and 0 * inf is NaN.
         return sum(model.mean * weight for model, weight in pairs if weight) / self._cumulative[-1]
 
     def sample(self, rng: np.random.Generator, now: float, memory: dict[str, float]) -> float:
@@ -98,7 +98,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Multiplies the seconds of another model, for instance for a slower machine."""
+    """Multiplies the seconds of another model, such as for a slower machine."""
 
     model: Delay
     factor: float
@@ -112,13 +112,13 @@ class Scaled:
         return self.factor * self.model.mean
 
     def sample(self, rng: np.random.Generator, now: float, memory: dict[str, float]) -> float:
-        # It remembers nothing itself, so the whole memory is the model's.
+        # This class keeps no state, so the whole memory belongs to the model.
         return self.factor * self.model.sample(rng, now, memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Follows one model until a moment and another from then on. Its mean is that of the first."""
+    """Follows one model before the time `at` and another after it; `mean` is that of the first."""
 
     before: Delay
     after: Delay
@@ -139,7 +139,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class PerWorker:
-    """Gives every worker its own model: by name, or by turns in the order of a sequence."""
+    """Gives each worker its own model: by name, or by position in a sequence that repeats."""
 
     models: Mapping[str, Delay] | Sequence[Delay]
 
@@ -164,7 +164,7 @@ class PerWorker:
 
 
 Delays: TypeAlias = Delay | PerWorker | Sequence[Delay] | Mapping[str, Delay]
-"""What a user may say about the response times of all workers."""
+"""The forms in which a user may give the response times of all workers."""
 
 
 def resolve(delays: Delays, worker: str, index: int) -> Delay:
@@ -185,7 +185,7 @@ def resolve(delays: Delays, worker: str, index: int) -> Delay:
 def _sample_nested(
     model: Delay, prefix: str, rng: np.random.Generator, now: float, memory: dict[str, float]
 ) -> float:
-    """Sample a model whose keys stand under a prefix in `memory`, apart from its neighbors'."""
+    """Sample a model whose keys in `memory` have a prefix, so that nested models do not collide."""
     before = {key[len(prefix) :]: value for key, value in memory.items() if key.startswith(prefix)}
     after = dict(before)
     seconds = model.sample(rng, now, after)
@@ -197,7 +197,7 @@ def _sample_nested(
 
 
 def _check_models(owner: object, models: Mapping[str, Delay]) -> None:
-    """Refuse an empty collection, and whatever is not a model."""
+    """Refuse an empty collection, and any value that is not a model."""
     if not models:
         raise ValueError(f"{type(owner).__name__} got no models; give at least one Delay")
     for name, model in models.items():

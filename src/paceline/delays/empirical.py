@@ -1,4 +1,4 @@
-"""Seconds compared with a law and with each other, some of them only known to be exceeded."""
+"""Compares response times, some of them censored, with a law and with each other."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from scipy.stats import CensoredData, ecdf, logrank
 from paceline.delays.laws import ENOUGH, Flags, Law, Vector, log_survival
 from paceline.delays.models import Trace
 
-PRECISION = 1e-3  # relative, of measured seconds: what spreads less is constant
+PRECISION = 1e-3  # relative precision of measured seconds: a smaller spread counts as constant
 
 
 def is_constant(times: Vector, done: Flags) -> bool:
-    """Tell whether the seconds spread by no more than they are measured to."""
+    """Return whether the spread of the seconds is within the precision of measurement."""
     low, high = float(times[done].min()), float(times[done].max())
     return high - low <= PRECISION * high and bool(np.all(times[~done] <= high))
 
 
 def kaplan_meier(times: Vector, done: Flags) -> tuple[Vector, Vector]:
-    """Return the times of finished tasks, and P(longer) after each."""
+    """Return the times of finished tasks, and the Kaplan-Meier estimate of P(longer) after each."""
     at = np.unique(times[done])
     return at, np.asarray(ecdf(_censored(times, done)).sf.evaluate(at))
 
@@ -29,9 +29,9 @@ def kaplan_meier(times: Vector, done: Flags) -> tuple[Vector, Vector]:
 def distance(law: Law, times: Vector, done: Flags) -> tuple[float, float]:
     """Return the largest distance to the Kaplan-Meier law, and its p-value.
 
-    Distances at t are weighed by 1 / ((1 + C) P(longer than t)), where C is n times the integral
-    of hazard / number at risk, as in the bands of Hall and Wellner (1980): the statistic then has
-    Kolmogorov's law, or less. Without censoring all weights are 1.
+    Distances at t are weighted by 1 / ((1 + C) P(longer than t)), as in the bands of Hall and
+    Wellner (1980). C is n times the integral of hazard / number at risk. The statistic then has
+    Kolmogorov's law, or is smaller. Without censoring all weights are 1.
     """
     at, after = kaplan_meier(times, done)
     before = np.concatenate([[1.0], after[:-1]])
@@ -47,16 +47,17 @@ def distance(law: Law, times: Vector, done: Flags) -> tuple[float, float]:
         growth = times.size * np.cumsum(steps)[np.searchsorted(every, at)]
         weight = 1 / ((1 + growth) * np.maximum(longer, 1e-300))
     root = sqrt(times.size)
-    # The more is hidden, the less of the distance could the fit take away.
+    # With more censored times, fitting reduces the distance less.
     shrinks = 1 + (law.shrinks - 1) * float(done.mean())
     statistic = float((weight * gap).max()) * (root + 0.12 + 0.11 / root) * shrinks
     return float(gap.max()), float(kolmogorov(statistic))
 
 
 def continued(times: Vector, done: Flags) -> Trace:
-    """Replace each hidden time by a draw from the Kaplan-Meier law of longer ones.
+    """Replace each censored time by a draw from the Kaplan-Meier law of longer times.
 
-    Beyond the last finished task it goes on exponentially (Brown, Hollander and Korwar, 1974).
+    Beyond the last finished task the law continues exponentially (Brown, Hollander and Korwar,
+    1974).
     """
     at, after = kaplan_meier(times, done)
     rng = np.random.Generator(np.random.PCG64(0))
@@ -88,7 +89,7 @@ def drift(times: Vector, done: Flags) -> tuple[float, float]:
 
 
 def _autocorrelation(values: Vector) -> float:
-    """Return the correlation of the ranks of values and those that follow them."""
+    """Return the correlation between the rank of each value and the rank of the next."""
     ranks = np.unique(values, return_inverse=True)[1].astype(np.float64)
     before, after = ranks[:-1], ranks[1:]
     if values.size < 4 or before.std() == 0 or after.std() == 0:
@@ -99,14 +100,14 @@ def _autocorrelation(values: Vector) -> float:
 def log_rank(
     one: tuple[Vector, Flags], other: tuple[Vector, Flags], autocorrelation: float
 ) -> float:
-    """Return the p-value of both having the same law.
+    """Return the p-value of both samples having the same law, by the log-rank test.
 
-    The statistic is divided by (1 + r) / (1 - r), by which the variance of a mean grows with an
-    autocorrelation of r; one that may be chance is taken for 0.
+    The squared statistic is divided by (1 + r) / (1 - r), the factor by which an autocorrelation r
+    increases the variance of a mean. An autocorrelation that may be chance counts as 0.
     """
     with np.errstate(all="ignore"):
         z = float(logrank(_censored(*one), _censored(*other)).statistic)
-    if not isfinite(z):  # there is nothing to compare, such as where all are equal
+    if not isfinite(z):  # no comparison is possible, as if all times are equal
         return 1.0
     finished = one[1].sum() + other[1].sum()
     r = autocorrelation if autocorrelation > 2 / sqrt(finished) else 0.0

@@ -1,9 +1,9 @@
-"""From a journal to a delay model for each worker, by censored maximum likelihood.
+"""Fits a delay model to each worker of a journal, by censored maximum likelihood.
 
-A task that was cancelled or lost is known to have taken longer than until then. It is a censored
-observation and enters by its probability to take longer; without it slow workers look quick
-wherever only the fastest are awaited, since of them only their quick tasks finish. Who else is
-awaited does not depend on a worker's own time, so this censoring is independent of what it hides.
+A cancelled or lost task would have taken longer than it ran. It is a censored observation and
+enters by its probability to take longer. Without it, slow workers look fast under policies that
+wait only for the fastest workers, since only their short tasks finish. The end of the wait depends
+on the other workers, and not on the worker's own time, so this censoring is independent.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ __all__ = [
 ]
 
 NEWEST = 2000
-"""Observations that a fit looks at: with more, the test rejects what is close enough to plan by."""
+"""Observations that a fit uses: with more, the test rejects laws that are good enough to plan."""
 SIGNIFICANT = 0.01
-"""A law fits while data as far from it as these have at least this probability."""
+"""The p-value from which on a law fits the data."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A delay model, and how well it describes what it was fitted to.
+    """A delay model, and how well it describes the data it was fitted to.
 
-    parameters: of the model. ShiftedExponential and Pareto have theirs corrected for bias.
+    parameters: of the model; those of ShiftedExponential and Pareto are corrected for bias.
     intervals: of 95 %, for the parameters and for the "mean".
-    log_likelihood: at its maximum; nan for a `Trace`, and `inf` for what is constant.
-    ks: the largest distance to the data's (Kaplan-Meier) distribution function.
-    p_value: the probability of such a distance, if the law were right.
-    fits: whether a law was found that describes the data; if not, `note` says why. It also says
-        where more than half of the tasks were given up.
+    log_likelihood: the maximum; nan for a `Trace`, and `inf` for constant times.
+    ks: the largest distance to the (Kaplan-Meier) distribution function of the data.
+    p_value: the probability of such a distance if the law were right.
+    fits: whether a law describes the data; if not, `note` says why.
     drift: p-value of the early half against the late half, corrected for `autocorrelation`.
     autocorrelation: of the ranks of consecutive tasks, within each half.
+    note: why no law fits, or that more than half of the tasks were censored.
     """
 
     model: Delay
@@ -81,7 +81,7 @@ class Fit:
 
     @property
     def bounded(self) -> Delay:
-        """The model, or what was observed where that has no mean, as a Pareto of alpha <= 1."""
+        """The model; the observed times if its mean is infinite, as of a Pareto with alpha <= 1."""
         return self.model if isfinite(self.model.mean) else continued(*self.data)
 
 
@@ -89,9 +89,9 @@ class Fit:
 class Communication:
     """Seconds that a worker's messages take, and the connection that explains them.
 
-    seconds: of a task's messages together.
-    latency, down, up: as in `Link`. Where all messages are of one size, all is in `latency`; where
-        down and up cannot be told apart, both bandwidths are the same.
+    seconds: of all messages of a task together.
+    latency, down, up: as in `Link`. If all messages have one size, `latency` holds all the time;
+        if down and up cannot be separated, both bandwidths are equal.
     """
 
     seconds: Fit
@@ -102,12 +102,12 @@ class Communication:
 
 @dataclass(frozen=True)
 class FitOfWorker:
-    """What the journals tell of one worker; None where it never finished a task.
+    """The fit of one worker; both models are None if it never finished a task.
 
     compute: seconds per sample: with `unit=1` the simulator's delay.
-    observations: tasks that were used, of which `censored` were given up.
-    warmup: tasks that were left out because they were a worker's first.
-    unclear: tasks left out because nobody knows when they began (see `fit_workers`).
+    observations: the number of tasks used; `censored` of them did not finish.
+    warmup: tasks left out because they were among the first of a worker.
+    unclear: tasks left out because their start is unknown (see `fit_workers`).
     """
 
     compute: Fit | None
@@ -125,11 +125,11 @@ def fit_workers(
 
     skip: tasks to leave out each time a worker has joined; None: those of the first three that
         took more than three times as long as any later one.
-    blocking: whether cancelled work goes on unseen and delays the task behind it, as it does on
-        Ray without micro-batches. Tasks behind a cancelled one are then left out, finished or
-        not. None: told by whether they seem to communicate for longer than the others.
+    blocking: whether cancelled work continues unseen and delays the next task, as it does on Ray
+        without micro-batches. Tasks after a cancelled one are then left out, finished or not.
+        None: true if these tasks seem to communicate for longer than the others.
 
-    With `fits = fit_workers(run.journal)`, the same workers simulated are
+    With `fits = fit_workers(run.journal)`, a simulator of the same workers is
     `Simulator(8, [fits[f"w{i}"].compute.model for i in range(8)], unit=1)`.
     """
     if not journals:
@@ -147,7 +147,7 @@ def fit_workers(
         kept = tasks[:]
         if blocking:
             clear = [task for task in tasks if not task.after]
-            # Without a finished task behind a finished one, those are better than nothing.
+            # If no clear task finished, the unclear ones are better than nothing.
             kept = clear if any(not task.censored for task in clear) else kept
         unclear = len(tasks) - len(kept)
         cold = warmups(kept) if skip is None else skip
@@ -176,15 +176,15 @@ def _way(task: Observation, latency: float, down: float, up: float) -> float:
 
 
 def fit(seconds: ArrayLike, censored: ArrayLike | None = None) -> Fit:
-    """Fit each law by maximum likelihood, and take the likeliest by BIC that describes the data.
+    """Fit each law by maximum likelihood, and take the best by BIC that describes the data.
 
-    seconds: in the order in which they were observed; the newest 2000 are used.
-    censored: which of them are only known to be exceeded.
+    seconds: in the order of observation; the newest 2000 are used.
+    censored: which of them are only lower bounds.
 
-    If no law describes them, the model is a `Trace`: what was observed, in its order, where each
-    censored value is continued at random by the Kaplan-Meier law of those that took longer.
-    With fewer than 8 finished tasks no law is chosen: the model is their `Trace`, or if some were
-    censored the exponential law of the same mean, and `fits` is False.
+    If no law describes the data, the model is a `Trace` of the observed times in order. It
+    replaces each censored time by a random draw from the Kaplan-Meier law of longer times.
+    With fewer than 8 finished tasks no law is chosen and `fits` is False. The model is then their
+    `Trace`, or if some were censored the exponential law of the same mean.
 
     >>> fit([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]).model
     Fixed(seconds=0.5)
@@ -241,10 +241,10 @@ def fit(seconds: ArrayLike, censored: ArrayLike | None = None) -> Fit:
 
 
 def drifted(fit: Fit, seconds: ArrayLike, censored: ArrayLike | None = None) -> float:
-    """Return the p-value of newer seconds being like those of a fit: small if they have changed.
+    """Return the p-value of newer seconds having the law of a fit: small if they have changed.
 
-    It is the log-rank test (Mantel, 1966), which allows for censoring, made less sure by the
-    fit's autocorrelation. It sees changes of speed, and not of the spread alone.
+    This is the log-rank test (Mantel, 1966), which allows for censoring, corrected for the fit's
+    autocorrelation. It detects changes of speed, and not of the spread alone.
     """
     times, done = _checked(seconds, censored)
     before, known = fit.data
@@ -275,18 +275,18 @@ def _checked(seconds: ArrayLike, censored: ArrayLike | None) -> tuple[Vector, Fl
             f"none of {times.size} tasks finished, so that no delay can be fitted; wait for the "
             "worker's first result, or take the model of one like it"
         )
-    told = ~hidden | (times > 0)  # a task that takes longer than 0 s is no news
+    told = ~hidden | (times > 0)  # a lower bound of 0 s carries no information
     return times[told][-NEWEST:], ~hidden[told][-NEWEST:]
 
 
 def _of_few(base: Fit, times: Vector, done: Flags) -> Fit:
-    """Describe too few seconds for a law: by themselves, or if some are hidden by their mean."""
+    """Return the fit of too few seconds for a law: a `Trace`, or an exponential if censored."""
     finished = int(done.sum())
     mean = float(times.sum()) / finished
     model: Delay = (
         Exponential(mean) if finished < times.size and mean else Trace(times[done].tolist())
     )
-    # That of exponential times, which are more spread than most.
+    # The interval of exponential times, which have more spread than most.
     low, high = (2 * finished * mean / float(chdtri(2 * finished, p)) for p in (0.025, 0.975))
     return replace(
         base,

@@ -1,6 +1,6 @@
-"""The laws of seconds, each at its maximum of likelihood.
+"""Laws of response times, each fitted by maximum likelihood.
 
-A value that is only known to be exceeded enters by its probability to be.
+A censored value, known only as a lower bound, enters by its probability to be exceeded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Flags: TypeAlias = NDArray[np.bool_]
 Interval: TypeAlias = tuple[float, float]
 
 ENOUGH = 8
-"""Finished tasks below which no law is told from another."""
+"""Finished tasks needed to tell one law from another."""
 NORMAL = 1.96  # the 97.5 % quantile: all intervals are of 95 %
-STRONG = 10.0  # in BIC, is very strong evidence against the worse (Kass and Raftery, 1995)
+STRONG = 10.0  # difference in BIC that is very strong evidence (Kass and Raftery, 1995)
 
-_MOST_STAGES = 200  # a spread of 7 %, which a log-normal law describes as well
+_MOST_STAGES = 200  # a spread of 7 %, which a log-normal law describes equally well
 # With parameters fitted to the same data, Kolmogorov's statistic is smaller by about this factor:
 # its 5 % point is 1.358 against 1.094 and 0.895 (Stephens, 1974, table 1A, cases 4 and 3).
 _ONE_FITTED, _SHAPE_FITTED = 1.358 / 1.094, 1.358 / 0.895
@@ -41,10 +41,10 @@ _ONE_FITTED, _SHAPE_FITTED = 1.358 / 1.094, 1.358 / 0.895
 
 @dataclass(frozen=True)
 class Law:
-    """A law at its maximum of likelihood.
+    """A law fitted by maximum likelihood.
 
-    free: parameters fitted; a least value counts twice, as its error falls like 1 / n.
-    shrinks: by how much the distance to the data is smaller for having been fitted to them.
+    free: number of fitted parameters; a least value counts twice, as its error falls like 1 / n.
+    shrinks: factor by which fitting to the same data reduces the distance to them.
     """
 
     model: Delay
@@ -54,9 +54,9 @@ class Law:
     shrinks: float
 
     def score(self, observations: int) -> float:
-        """Return Schwarz's criterion (BIC, 1978), the smaller the better.
+        """Return Schwarz's criterion (BIC, 1978); smaller is better.
 
-        That the mean may be infinite needs very strong evidence: nothing can be planned then.
+        A law whose mean may be infinite needs very strong evidence: no run can be planned with it.
         """
         endless = 0.0 if self.intervals["mean"][1] < inf else STRONG
         return self.free * log(observations) - 2 * self.log_likelihood + endless
@@ -67,7 +67,7 @@ class Law:
 
 
 def fitted(times: Vector, done: Flags) -> Iterator[Law]:
-    """Fit each law that can have these times; `done` says which of them are not only exceeded."""
+    """Fit each law that allows these times; `done` marks the times that are not censored."""
     yield _exponential(times, done)
     yield _shifted(times, done)
     if times[done].min() > 0:
@@ -85,9 +85,10 @@ def _exponential(times: Vector, done: Flags) -> Law:
 
 
 def _least_and_rest(values: Vector, done: Flags) -> tuple[float, float, float, float]:
-    """Fit a least value and an exponential rest; return both, the likelihood and the least seen.
+    """Fit a least value and an exponential rest; return both, the likelihood and the minimum.
 
-    The likeliest least value is the least seen, which is too large by scale / n.
+    The maximum likelihood estimate of the least value is the minimum of the data, which is too
+    large by scale / n; the returned value is corrected for that.
     """
     finished = int(done.sum())
     least = float(values[done].min())
@@ -111,7 +112,7 @@ def _shifted(times: Vector, done: Flags) -> Law:
 
 
 def _pareto(times: Vector, done: Flags) -> Law:
-    """Fit log(seconds), which is a least value and an exponential rest."""
+    """Fit log(seconds), which has a least value and an exponential rest."""
     hidden = times > 0
     logs = np.log(times[hidden])
     start, scale, best, least = _least_and_rest(logs, done[hidden])
@@ -131,7 +132,7 @@ def _pareto(times: Vector, done: Flags) -> Law:
 
 
 def _erlang(times: Vector, done: Flags) -> Law:
-    """Climb from stage to stage, with the likeliest mean for each."""
+    """Search the number of stages by hill climbing, with the likeliest mean for each number."""
     finished = times[done]
     guess = float(finished.mean() ** 2 / max(finished.var(), 1e-12 * finished.mean() ** 2))
     stages = int(min(max(round(guess), 2), _MOST_STAGES))
@@ -160,8 +161,8 @@ def _erlang(times: Vector, done: Flags) -> Law:
 def _erlang_mean(stages: int, times: Vector, done: Flags) -> tuple[float, float]:
     """Return the largest likelihood and its mean.
 
-    The mean is at least that of all values as if they had finished, and at most that of an
-    exponential law, whose hidden times would last longer.
+    The mean is at least that of all values taken as finished, and at most that of an exponential
+    law, under which censored times would last longer.
     """
     finished, hidden = times[done], times[~done]
     constant = (stages - 1) * float(np.log(finished).sum()) - finished.size * gammaln(stages)
@@ -184,7 +185,7 @@ def _erlang_mean(stages: int, times: Vector, done: Flags) -> tuple[float, float]
 
 
 def _log_normal(times: Vector, done: Flags) -> Law:
-    """Maximize over d = mu/sigma and h = 1/sigma, in which it is concave (Olsen, 1978)."""
+    """Maximize over d = mu/sigma and h = 1/sigma: the likelihood is concave (Olsen, 1978)."""
     told = times > 0
     logs, done = np.log(times[told]), done[told]
     center, width = float(logs.mean()), max(float(logs.std()), 1e-9)
@@ -254,7 +255,7 @@ def log_survival(model: Delay, t: Vector) -> Vector:
         case LogNormal(median, sigma):
             return np.asarray(log_ndtr(-np.log(np.maximum(t, 1e-300) / median) / sigma))
         case Erlang(stages, mean):
-            # As log(gammaincc(stages, x)), which has no digits left for a large x.
+            # Equals log(gammaincc(stages, x)), which loses all digits for a large x.
             x = t[:, None] * (stages / mean)
             fewer = np.arange(stages)  # events of a Poisson process until t
             return np.asarray(logsumexp(xlogy(fewer, x) - gammaln(fewer + 1) - x, axis=1))

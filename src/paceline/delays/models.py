@@ -1,7 +1,7 @@
 """Models of response time: how many seconds a worker takes for one task.
 
-A model is a frozen value without state of its own. What it must remember between two samples it
-keeps in `memory`, a dict of floats that the engine holds for each worker and saves with the run.
+A model is a frozen value without state. It keeps state between two samples in `memory`, a dict of
+floats that the engine holds for each worker and saves with the run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, isfinite
+from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +17,11 @@ import numpy as np
 
 @runtime_checkable
 class Delay(Protocol):
-    """A model of response time; `memory` belongs to one worker, whose `now` never goes back."""
+    """A model of response time; `memory` belongs to one worker, whose `now` never decreases."""
 
     @property
     def mean(self) -> float:
-        """The expected seconds, `inf` where no finite expectation exists."""
+        """The expected seconds; `inf` if the expectation is not finite."""
 
     def sample(self, rng: np.random.Generator, now: float, memory: dict[str, float]) -> float:
         """Draw the seconds of a task that starts at `now`."""
@@ -45,7 +46,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Is memoryless: P(seconds > t) = exp(-t / mean)."""
+    """A memoryless time: P(seconds > t) = exp(-t / mean)."""
 
     mean: float
 
@@ -97,7 +98,7 @@ class Erlang:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Is median * exp(sigma * Z) with a standard normal Z."""
+    """A log-normal time: median * exp(sigma * Z) with a standard normal Z."""
 
     median: float
     sigma: float
@@ -117,7 +118,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Has a heavy tail: P(seconds > t) = (minimum / t)**alpha for t >= minimum."""
+    """A time with a heavy tail: P(seconds > t) = (minimum / t)**alpha for t >= minimum."""
 
     minimum: float
     alpha: float
@@ -137,7 +138,7 @@ class Pareto:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Replays recorded seconds in their order, and begins again at the end."""
+    """Replays recorded seconds in order, and starts over at the end."""
 
     seconds: Sequence[float]
 
@@ -163,8 +164,10 @@ class Trace:
 
 
 def settle(model: object, name: str, bound: str, hint: str, most: float = inf) -> None:
-    """Store a field as a float once it is finite and within `bound` (`"> 0"`) and `most`."""
+    """Store a field as a float; refuse it unless finite, within `bound` (`"> 0"`) and <= `most`."""
     value: float = getattr(model, name)
+    if not isinstance(value, Real):
+        raise ValueError(f"{type(model).__name__} got {name}={value!r}, which is not a number")
     comparison, least = bound.split()
     above = value > float(least) or (comparison == ">=" and value == float(least))
     if not (isfinite(value) and above and value <= most):

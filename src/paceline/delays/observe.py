@@ -1,4 +1,4 @@
-"""What a journal says about each worker's times, and about the connection that it has."""
+"""Extracts from a journal the times of each worker's tasks, and its connection."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from paceline.delays.laws import ENOUGH
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a journal tells of one task on its worker.
+    """The times of one task on its worker.
 
     turn: how many tasks the worker had begun since it joined; the first may be a warm-up.
-    began: when it was the worker's turn to do it, behind others and once its model was there.
-    response: seconds from then until its result was there, or until it was given up.
-    seconds: of the worker's own computing; `response` if it was given up.
-    after: the task before was given up too, and it is not known whether that one ended then.
+    began: when the worker could start it: after its earlier tasks, and once the model was there.
+    response: seconds from then until the result arrived, or until the task was cancelled or lost.
+    seconds: of the worker's own computing; `response` if the task did not finish.
+    censored: whether the times are only lower bounds: no sample was finished.
+    after: whether the task before did not finish, and so may still have delayed this one.
     """
 
     turn: int
@@ -48,7 +49,7 @@ class Observation:
 
     @property
     def communication(self) -> float:
-        """Seconds that the response took beyond computing; rounding is no time."""
+        """Seconds of the response beyond computing; a rounding error counts as 0."""
         rest = self.response - self.seconds
         return rest if rest > 1e-9 * self.response else 0.0
 
@@ -59,11 +60,11 @@ class _Record:
     turn: int
     got: int
     finished: Finished | None = None
-    ended: float = inf  # when the result was there, or it was given up
+    ended: float = inf  # when the result arrived, or the task was cancelled or lost
 
 
 def observe(journal: Journal) -> dict[WorkerId, list[Observation]]:
-    """Return what became of each worker's tasks, in the order in which it had them."""
+    """Return the observations of each worker's tasks, in the order of their start."""
     header = journal.header
     books = Ledger(header.batch)
     if header.state is not None:
@@ -118,7 +119,7 @@ def _in_turn(
     first: int,
     now: float,
 ) -> Iterator[Observation]:
-    """Go through a worker's tasks, each of which begins when the one before has ended."""
+    """Yield the observations of a worker, whose tasks each begin when the one before has ended."""
     free, after = -inf, False
     for record in records:
         task, done = record.task, record.finished
@@ -148,7 +149,7 @@ def _in_turn(
 
 
 def blocks(tasks: Sequence[Observation]) -> bool:
-    """Tell whether finished tasks behind cancelled ones wait for something before they begin."""
+    """Return whether finished tasks after a cancelled one seem to wait for it to end."""
     finished = [task for task in tasks if not task.censored]
     behind = np.array([task.communication for task in finished if task.after])
     others = np.array([task.communication for task in finished if not task.after])
@@ -170,10 +171,10 @@ def warmups(tasks: Sequence[Observation], most: int = 3, factor: float = 3.0) ->
 
 
 def connection(tasks: Sequence[Observation]) -> tuple[float, float, float]:
-    """Explain the seconds beyond computing by 2 latency + got / down + sent / up.
+    """Fit the seconds beyond computing by 2 latency + got / down + sent / up; return all three.
 
-    Where all messages are of one size, all is in the latency; where down and up cannot be told
-    apart, both are the same.
+    If all messages have one size, the latency holds all the time; if down and up cannot be
+    separated, both are equal.
     """
     seconds = np.array([task.communication for task in tasks])
     got = np.array([task.got for task in tasks], dtype=np.float64)

@@ -1,1 +1,1 @@
-"""Alike from the outside: a simulator, and Ray."""
+"""Engines with one interface: a simulator, and Ray."""

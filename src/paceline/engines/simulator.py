@@ -1,15 +1,15 @@
 """A discrete-event engine: real arithmetic, virtual time, the same bits for the same seed.
 
-A task takes: the model's way down (latency + bytes / bandwidth), computing (a delay model, scaled
-by the amount of work), and the result's way up. A gradient is computed when it arrives, so what
-is cancelled costs nothing.
+A task takes the time of three parts: the model's download (latency + bytes / bandwidth), computing
+(a delay model, scaled by the amount of work), and the result's upload. A gradient is computed when
+it arrives, so a cancelled task costs nothing.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.codes.blocks import decoded
+from paceline.core.checks import check_whole
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -39,32 +39,36 @@ from paceline.core.protocol import (
     TaskId,
     TimerFired,
     WorkerId,
+    worker_names,
 )
 from paceline.core.state import decode, encode
 from paceline.delays.compound import Delays, PerWorker, resolve
+from paceline.delays.links import Link
 from paceline.delays.models import Delay, Exponential
 from paceline.engines.base import Job
-from paceline.engines.peers import Place, SimulatedPeers
-from paceline.learners.arrays import Timing
-from paceline.learners.base import Array, Saved, mean_loss
+from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
+from paceline.engines.results import Results
+from paceline.learners.arrays import TimingOnly
+from paceline.learners.base import Array, Outcome, Saved
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
-    from paceline.codecs.downlink import Downlink
-    from paceline.codecs.uplink import Receiver, Uplink
+    from paceline.codecs.uplink import Uplink
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A worker's connection: seconds each way, and bytes per second down and up."""
+@dataclass(frozen=True)
+class SimulatedWorkers:
+    """The workers of a simulator: their delays and links, departures and arrivals.
 
-    latency: float = 0.0
-    down: float = inf
-    up: float = inf
+    unit: samples of one unit of work; None: an equal share of the global batch.
+    update: seconds of a step.
+    """
 
-    def __post_init__(self) -> None:
-        if self.latency < 0 or self.down <= 0 or self.up <= 0:
-            raise ValueError(f"{self}: use latency >= 0 and bandwidths > 0 bytes per second")
+    delays: Mapping[WorkerId, Delay]
+    links: Mapping[WorkerId, Link]
+    schedule: Sequence[tuple[float, Joined | Left]] = ()
+    unit: float | None = None
+    update: float = 0.0
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ class _Run:
     seconds: float
     samples: int
     wanted: bool = True
-    news: Finished | None = None  # of its result, which is on its way
+    news: Finished | None = None  # the event of its result, while the result is in flight
 
 
 @dataclass(slots=True)
@@ -86,9 +90,8 @@ class _Worker:
     waiting: deque[Task] = field(default_factory=deque)
     run: _Run | None = None
     uplink: Uplink | None = None
-    receiver: Receiver | None = None  # of what the uplink sends
     known: int | None = None  # the version of the public copy that it has
-    got: int = 0  # bytes that its last model took
+    got: int = 0  # bytes of the last model that it received
 
 
 class Simulator:
@@ -99,8 +102,8 @@ class Simulator:
     link: the workers' connections; one for all or one for each.
     update: seconds a step takes on the server.
     schedule: departures and arrivals, as pairs (seconds, Left("w3") | Joined("w3")).
-    interruptible: whether cancelled work ends at once, or blocks its worker until it is done, as
-        it does on Ray unless the learner has micro-batches.
+    interruptible: whether cancelled work ends at once. Otherwise it blocks its worker until it is
+        done, as on Ray with a learner without micro-batches.
     """
 
     def __init__(
@@ -114,8 +117,7 @@ class Simulator:
         schedule: Sequence[tuple[float, Joined | Left]] = (),
         interruptible: bool = True,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers={workers}: use at least 1")
+        check_whole("workers", workers)
         if update < 0 or (unit is not None and unit <= 0):
             raise ValueError(f"update={update}, unit={unit}: use update >= 0 and unit > 0")
         self.size = workers
@@ -125,14 +127,14 @@ class Simulator:
         self._unit, self._update = unit, update
         self._schedule, self._interruptible = tuple(schedule), interruptible
         self._check_schedule()
-        self._queue: list[tuple[float, int, Event | Task]] = []  # closed even if opening failed
+        self._queue: list[tuple[float, int, Event | Task]] = []  # for `close`, if `open` fails
 
     def __repr__(self) -> str:
         told = f"delays={self._delays!r}, link={self._link!r}"
         return f"Simulator(workers={self.size}, {told if len(told) < 500 else told[:500] + '…'})"
 
     def _check_schedule(self) -> None:
-        present = {f"w{i}": True for i in range(self.size)}
+        present = dict.fromkeys(self.workers, True)
         for at, event in sorted(self._schedule, key=lambda pair: pair[0]):
             joins = isinstance(event, Joined)
             if event.worker not in present:
@@ -145,34 +147,30 @@ class Simulator:
     def open(self, job: Job, saved: Saved | None = None) -> None:
         self._job = job
         self._replica = job.learner.replica(job.seed, job.tiles)
-        self._arithmetic = not isinstance(job.learner, Timing)
+        self._arithmetic = not isinstance(job.learner, TimingOnly)
         self._per_sample = 1 / (self._unit or job.learner.batch_size / self.size)
         self._bytes = self._sent = job.learner.message_bytes
         self._rng = np.random.Generator(np.random.PCG64(job.seed))
         self._now = self._ready = job.began
         self._order = 0
-        self._version = job.steps
         self._interruption: Interrupted | None = None
-        self._lazy = False  # messages have lengths that are known when they are sent
-        self._garbage = 0  # entries of the queue that nobody waits for
+        self._lazy = False  # whether a message's length is known only when it is sent
+        self._garbage = 0  # entries of the queue whose task was cancelled or lost
+        self._skipping = Skipping(job.skip_limit)
         self._queue = []
         self._tasks: dict[TaskId, Task] = {}
         self._models: dict[int, Array] = {}
-        self._users: dict[int, int] = {}  # of each model kept
-        self._results: dict[TaskId, tuple[Array | None, float | None]] = {}
-        self._senders: dict[TaskId, WorkerId] = {}  # of encoded results
+        self._users: dict[int, int] = {}  # tasks that use each kept model
+        self._results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)
+        self._check = ResultCheck(job.server.layout.size, job.server.vector.dtype)
+        self._senders: dict[TaskId, WorkerId] = {}  # the worker of each encoded result
         links = [self._link] if isinstance(self._link, Link) else self._link
         self._workers = {
-            f"w{i}": _Worker(resolve(self._delays, f"w{i}", i), links[i % len(links)])
-            for i in range(self.size)
+            name: _Worker(resolve(self._delays, name, i), links[i % len(links)])
+            for i, name in enumerate(self.workers)
         }
         if job.codec is not None:
             self._open_uplinks(job.codec)
-        self._downlink: Downlink | None = None
-        if job.down is not None:
-            from paceline.codecs.downlink import Downlink
-
-            self._downlink = Downlink(job.down, job.server.vector, job.server.layout.trained)
         if saved is not None:
             self._load(saved)
             return
@@ -183,37 +181,46 @@ class Simulator:
                 self._push(at, event)
 
     def _open_uplinks(self, codec: Codec) -> None:
-        """Give every worker a sender, and see how long a message of noise is."""
-        from paceline.codecs.lazy import Lazy
-        from paceline.codecs.uplink import Receiver, Uplink
+        """Give every worker a sender, and measure the length of a message of noise."""
+        from paceline.codecs.base import TwoEnded
+        from paceline.codecs.uplink import Uplink
 
         if not self._arithmetic:
-            raise ValueError("Timing has no results to encode; say message_bytes of what is sent")
+            raise ValueError("TimingOnly has no results to encode; give it message_bytes instead")
         layout, dtype = self._job.server.layout, self._job.server.vector.dtype
         self._whole = [(0, layout.size)]
-        laid_out = layout.trained, layout.tensors
-        self._uplink = partial(Uplink, codec, *laid_out)
-        self._receiver = partial(Receiver, codec, layout.size, *laid_out)
+        self._uplink = partial(Uplink, codec, layout.trained, layout.tensors)
         for worker in self._workers.values():
-            worker.uplink, worker.receiver = self._uplink(), self._receiver()
-        if isinstance(codec, Lazy):
+            worker.uplink = self._uplink()
+        if isinstance(codec, TwoEnded):
             self._sent, self._lazy = 0, True
             return
         noise = np.random.Generator(np.random.PCG64(0)).standard_normal(layout.size).astype(dtype)
         self._sent = self._uplink().send(noise, 0, 1.0, self._whole)[0].nbytes
 
     @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return worker_names(self.size)
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    @property
     def interruptible(self) -> bool:
         """Whether cancelled work ends at once."""
         return self._interruptible
 
-    def peers(self) -> SimulatedPeers:
+    def lend(self) -> SimulatedWorkers:
         links = [self._link] if isinstance(self._link, Link) else self._link
-        places = {
-            f"w{i}": Place(resolve(self._delays, f"w{i}", i), links[i % len(links)])
-            for i in range(self.size)
-        }
-        return SimulatedPeers(places, self._schedule, self._unit, self._update)
+        names = {name: i for i, name in enumerate(self.workers)}
+        return SimulatedWorkers(
+            {name: resolve(self._delays, name, i) for name, i in names.items()},
+            {name: links[i % len(links)] for name, i in names.items()},
+            self._schedule,
+            self._unit,
+            self._update,
+        )
 
     def settle(self) -> None:
         pass
@@ -259,7 +266,7 @@ class Simulator:
             case Step():
                 self._step(command)
             case Discard(id):
-                self._results.pop(id, None)
+                self._results.drop(id)
                 self._refund(id)
             case SetTimer(name, at):
                 if at < inf:
@@ -267,7 +274,7 @@ class Simulator:
             case Stop() | Assign():
                 pass
             case Send():
-                raise NotImplementedError("peers have an engine of their own: see `peers`")
+                raise NotImplementedError("only nodes of a decentralized run send: see `lend`")
 
     def _push(self, at: float, item: Event | Task) -> None:
         self._order += 1  # ties are broken by order, never by chance
@@ -276,8 +283,8 @@ class Simulator:
     def _begin(self, worker: _Worker, task: Task) -> None:
         link, total = worker.link, task.computed
         worker.got = self._bytes
-        if self._downlink is not None:
-            changes = self._downlink.since(worker.known, task.version)
+        if self._job.model_codec is not None:
+            changes = self._results.changes(worker.known, task.version)
             worker.known = task.version
             if changes is not None:
                 worker.got = sum(each.nbytes for each in changes)
@@ -306,27 +313,51 @@ class Simulator:
             self._begin(worker, worker.waiting.popleft())
         if not run.wanted:  # could not be interrupted; the coordinator will discard it
             return Finished(task.id, run.samples, run.seconds)
-        if not self._arithmetic:
-            del self._tasks[task.id]
-            return Finished(task.id, run.samples, run.seconds)
         self._forget(task)
+        if not self._arithmetic:
+            self._results.hold(task.id, None, {})
+            return Finished(task.id, run.samples, run.seconds)
         return run.news
 
     def _computed(self, worker: _Worker, run: _Run) -> Finished:
-        """Do a task, and keep what is received of its result."""
+        """Compute a task, and hold its result as the receiver decodes it."""
         task = run.task
-        got = None if self._downlink is None else worker.got
+        got = None if self._job.model_codec is None else worker.got
         model = self._models[task.version]
         outcome = self._replica.compute([model], task, lambda done: done < run.samples)
         vector = None if outcome.vector is None else np.array(outcome.vector)
         sent = None
-        if worker.uplink is not None and worker.receiver is not None and vector is not None:
+        if not self._counts(task, outcome):
+            return self._skipped(run, outcome.samples, got)
+        if worker.uplink is not None and vector is not None:
             rate = self._job.learner.rate(task.version)
             packed = worker.uplink.send(vector, task.id, rate, self._whole, model)[0]
-            sent, vector = packed.nbytes, worker.receiver.read(packed)
+            sent, vector = packed.nbytes, self._results.read(task.worker, packed)
             self._senders[task.id] = task.worker
-        self._results[task.id] = vector, outcome.stats.get("loss")
+        self._results.hold(task.id, vector, outcome.stats)
         return Finished(task.id, outcome.samples, run.seconds, outcome.stats, sent=sent, got=got)
+
+    def _counts(self, task: Task, outcome: Outcome) -> bool:
+        """Check a result; return True if it counts, False if it is skipped.
+
+        Another worker would compute the same result, so a large one counts at once. A result that
+        is not finite counts unless it is skipped. If it counts, the loss ends the run.
+        """
+        given = task, outcome.vector, outcome.samples, dict(outcome.stats)
+        fault = self._check.fault(*given)
+        if fault == NOT_FINITE:
+            return not self._skipping.may_skip(task.worker)
+        if fault is not None and (fault := self._check.fault(*given)) is not None:
+            raise RuntimeError(f"the learner computed a wrong result for {task}: {fault}")
+        self._skipping.finite(task.worker)
+        return True
+
+    def _skipped(self, run: _Run, samples: int, got: int | None) -> Finished:
+        """Skip a result that is not finite, with its samples."""
+        self._results.hold(run.task.id, None, {})
+        if (reason := self._skipping.reason(run.task)) is not None:
+            self.interrupt(reason)
+        return Finished(run.task.id, 0, run.seconds, got=got, skipped=samples)
 
     def _cancel(self, task: Task) -> None:
         worker = self._workers[task.worker]
@@ -340,12 +371,12 @@ class Simulator:
                 worker.run.wanted = False
         else:
             worker.waiting.remove(task)
-        self._results.pop(task.id, None)  # of one that was on its way
+        self._results.drop(task.id)  # if it was in flight
         self._senders.pop(task.id, None)
         self._forget(task)
 
     def _sweep(self) -> None:
-        """Take cancelled tasks out of the queue once they are most of it."""
+        """Count a cancelled task; clear such tasks from the queue once they are most of it."""
         self._garbage += 1
         if self._garbage > 64 and 2 * self._garbage > len(self._queue):
             self._queue = [entry for entry in self._queue if self._is_live(entry[2])]
@@ -369,40 +400,30 @@ class Simulator:
         worker.waiting.clear()
         worker.known = None
         if worker.uplink is not None:
-            worker.uplink, worker.receiver = self._uplink(), self._receiver()  # all is forgotten
+            worker.uplink = self._uplink()  # with an empty memory
+            self._results.forget(name)
         for task in gone:
-            self._results.pop(task.id, None)
+            self._results.drop(task.id)
             self._senders.pop(task.id, None)
             self._forget(task)
 
     def _step(self, step: Step) -> None:
-        weights = list(step.weights.values())
-        results = [self._results.get(id, (None, None)) for id in step.weights]
-        stats = mean_loss(weights, [loss for _, loss in results])
-        vectors = [vector for vector, _ in results if vector is not None]
-        if self._arithmetic and len(vectors) != len(weights):
-            raise RuntimeError(f"a result of {step} is missing: an engine's fault")
-        factors, sums = decoded(weights, vectors, (0, self._job.server.layout.size))
-        stats |= self._job.server.step(factors, sums, self._job.wants)
+        stats = self._results.step(step.weights, step.keep)
         if not step.keep:
             for id in step.weights:
-                self._results.pop(id, None)
                 self._senders.pop(id, None)
-        self._version += 1
-        self._ready = max(self._now, self._ready) + self._update  # one after the other
-        self._push(self._ready, Stepped(self._version, stats))
+        self._ready = max(self._now, self._ready) + self._update  # steps follow each other
+        self._push(self._ready, Stepped(self._results.version, stats))
 
     def _refund(self, id: TaskId) -> None:
-        """Give a result that nobody used back to who sent it."""
+        """Add a result that no step used back to the memory of its sender."""
         uplink = self._workers[self._senders.pop(id)].uplink if id in self._senders else None
         if uplink is not None:
             uplink.refund([id])
 
     def _keep_model(self, version: int) -> None:
         if version not in self._models:
-            vector = self._job.server.vector
-            down = self._downlink
-            self._models[version] = vector.copy() if down is None else down.publish(version, vector)
+            self._models[version] = self._results.publish().copy()
         self._users[version] = self._users.get(version, 0) + 1
 
     def _forget(self, task: Task) -> None:
@@ -414,15 +435,12 @@ class Simulator:
 
     def save(self) -> Saved:
         arrays = {f"model.{version}": model for version, model in self._models.items()}
-        for id, (vector, _) in self._results.items():
-            if vector is not None:
-                arrays[f"result.{id}"] = vector
+        held, losses = self._results.save()
+        arrays |= held
         for name, worker in self._workers.items():
             if worker.uplink is not None:
                 memory = worker.uplink.state_dict()
                 arrays |= {f"uplink.{name}.{key}": array for key, array in memory.items()}
-        if self._downlink is not None:
-            arrays |= self._downlink.state_dict()
         workers = {
             name: {
                 "memory": dict(worker.memory),
@@ -438,11 +456,11 @@ class Simulator:
             "now": self._now,
             "ready": self._ready,
             "order": self._order,
-            "version": self._version,
+            "version": self._results.version,
             "rng": self._rng.bit_generator.state,
             "queue": sorted([*item] for item in self._queue if self._is_live(item[2])),
             "tasks": list(self._tasks.values()),
-            "losses": {id: loss for id, (_, loss) in self._results.items()},
+            "losses": losses,
             "workers": workers,
         }
         return Saved(arrays, encode(data))
@@ -455,10 +473,11 @@ class Simulator:
                 f"{self.size}; make it alike"
             )
         self._now, self._ready = data["now"], data["ready"]
-        self._order, self._version = data["order"], data["version"]
+        self._order, self._results.version = data["order"], data["version"]
         self._rng.bit_generator.state = data["rng"]
         self._queue = [(at, order, item) for at, order, item in data["queue"]]  # still a heap
         self._tasks = {task.id: task for task in data["tasks"]}
+        memories: dict[WorkerId, dict[str, Array]] = {}
         for name, state in data["workers"].items():
             worker = self._workers[name]
             worker.memory, worker.waiting = state["memory"], deque(state["waiting"])
@@ -469,13 +488,9 @@ class Simulator:
                 memory = {k.removeprefix(prefix): v for k, v in saved.arrays.items()
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
-                if worker.receiver is not None:
-                    worker.receiver.load_state_dict(memory)
-        if self._downlink is not None:
-            self._downlink.load_state_dict(saved.arrays)
+                memories[name] = memory
+        self._results.load(saved.arrays, data["losses"], memories)
         if self._arithmetic:
             for task in self._tasks.values():
                 self._models[task.version] = saved.arrays[f"model.{task.version}"]
                 self._users[task.version] = self._users.get(task.version, 0) + 1
-        for id, loss in data["losses"].items():
-            self._results[id] = saved.arrays.get(f"result.{id}"), loss

@@ -1,8 +1,8 @@
-"""What an engine needs to know of a learner: a recipe with a worker's and a server's side.
+"""The interface between engines and learners: a recipe for the worker's and the server's side.
 
-The server's side may be cut: the flat vector of the model into slices, each with the part of the
-optimizer's state that belongs to it. A step is then taken slice by slice; what it needs of the
-whole vector, such as a norm, are sums that the slices add up first.
+The server's side can be sharded: the flat vector of the model is cut into slices, each with its
+part of the optimizer's state. A step then runs slice by slice. If it needs a value of the whole
+vector, such as a norm, the slices first add up their sums.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from paceline.data.partition.base import Partition
 
 Array: TypeAlias = NDArray[Any]
 Proceed: TypeAlias = Callable[[int], bool]
-"""Asked between pieces of work, with the samples done so far: shall I go on?"""
+"""Called between pieces of work with the samples done so far; returns whether to continue."""
 Span: TypeAlias = tuple[int, int]
-"""Where a slice of the flat vector begins and ends."""
+"""The begin and end of a slice of the flat vector."""
 Sums: TypeAlias = dict[str, float]
-"""Figures of one slice by name, which add up over the slices to that of the whole vector."""
+"""Sums over one slice by name; added over all slices they give those of the whole vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker made of a task. `samples` may be fewer than asked for, even none."""
+    """A worker's outcome of a task; `samples` may be fewer than assigned, even 0."""
 
     vector: Array | None
     samples: int
@@ -38,21 +38,21 @@ class Outcome:
 
 
 class Replica(Protocol):
-    """The worker's side. It keeps nothing from one task to the next that could change a result."""
+    """The worker's side; it keeps no state between tasks that could change a result."""
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
-        """Do a task on a model that comes as consecutive slices; the next may take its time."""
+        """Compute a task on a model given as consecutive slices, which may still be arriving."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a thing: arrays by name, and the rest as plain JSON data."""
+    """The state of a server: arrays by name, and the rest as plain JSON data."""
 
     arrays: Mapping[str, Array]
     data: Mapping[str, Any]
 
     def copy(self) -> Saved:
-        """Return the same state, out of reach of the thing it was taken from."""
+        """Return the same state with its own arrays, which later steps do not change."""
         return Saved({name: array.copy() for name, array in self.arrays.items()}, self.data)
 
 
@@ -61,39 +61,39 @@ class Shard(Protocol):
 
     @property
     def vector(self) -> Array:
-        """The values as they travel; changed in place by `apply`."""
+        """The values as they are sent; `apply` changes them in place."""
 
     @property
     def needs_totals(self) -> bool:
-        """Whether `apply` needs the sums over all slices, and not only for the statistics."""
+        """Whether `apply` itself needs the sums over all slices (statistics may need them too)."""
 
     def reduce(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
-        """Add up results in the order given; return what must be known of the whole vector."""
+        """Add up results in the order given; return the sums that the whole vector needs."""
 
     def apply(self, totals: Sums) -> None:
-        """Let the optimizer step along what was reduced."""
+        """Take an optimizer step with the reduced gradient."""
 
     def save(self) -> Saved:
-        """Return the state, as views that are good until the next step."""
+        """Return the state as views, which are valid until the next step."""
 
     def load(self, saved: Saved) -> None: ...
 
 
 Recipe: TypeAlias = Callable[[], Shard]
-"""Makes the server of one slice; holds no array, so that it is quickly sent."""
+"""Makes the server of one slice; holds no array, so it is cheap to send."""
 
 
 class Server(Shard, Protocol):
-    """The coordinator's side: the shard that is the whole."""
+    """The coordinator's side: the shard that holds the whole model."""
 
     @property
     def layout(self) -> Layout:
-        """How the state can be cut."""
+        """The layout by which the state can be cut."""
 
     def recipe(self, span: Span) -> Recipe:
-        """Say how the server of a slice is made; refuse if a step cannot be taken in slices."""
+        """Return the recipe of a slice's server; raise ValueError if steps need the whole model."""
 
     def step(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
@@ -101,14 +101,14 @@ class Server(Shard, Protocol):
         """Reduce and apply; return the statistics."""
 
     def model(self) -> Any:
-        """Return the model for the user, apart from the one in training."""
+        """Return a copy of the model for the user."""
 
-    def export(self) -> dict[str, Array]:
-        """Return the model's tensors by the names its users know."""
+    def export(self) -> Mapping[str, Any]:
+        """Return the model's tensors by their usual names: NumPy arrays, or torch tensors."""
 
 
 class Steps:
-    """Gives a server that is not cut its `step`."""
+    """Adds `step` to a server that holds the whole model."""
 
     def step(
         self: Shard, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
@@ -120,11 +120,11 @@ class Steps:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the flat vector: tensor after tensor, then what is not trained.
+    """The layout of the flat vector: the trained tensors in order, then the untrained values.
 
-    In a `Saved` state, "values" goes over the whole vector, "previous" over the trained part, and
-    "optimizer.3.…" over tensor 3, unless it is a scalar. What of tensor 3's state is
-    no array is in the data, under "scalars" and "3".
+    In a `Saved` state, "values" covers the whole vector, "previous" the trained part, and
+    "optimizer.3.…" covers tensor 3, unless it is a scalar. Values of tensor 3's state that are not
+    arrays are in the data, under "scalars" and "3".
     """
 
     size: int
@@ -135,19 +135,19 @@ class Layout:
         return sum(self.tensors) if self.tensors else self.size
 
     def spans(self, count: int) -> list[Span]:
-        """Cut the vector into slices of equal length, as nearly as can be."""
+        """Return the spans of `count` slices of nearly equal length."""
         ends = [self.size * i // count for i in range(count + 1)]
         return list(pairwise(ends))
 
     def pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield the trained tensors in a slice, each with where its piece begins and ends."""
+        """Yield the index of each trained tensor in a slice, with the span of its piece."""
         for index, end in enumerate(accumulate(self.tensors)):
             start, stop = max(span[0], end - self.tensors[index]), min(span[1], end)
             if start < stop:
                 yield index, start, stop
 
     def cut(self, parts: Sequence[tuple[Span, Saved]], span: Span) -> Saved:
-        """Return the state of a slice from those of other slices that together cover it."""
+        """Return the state of a slice from the states of other slices that cover it."""
         chosen = [(at, saved) for at, saved in parts if at[0] < span[1] and span[0] < at[1]]
         chosen = chosen or [parts[0]]
         arrays: dict[str, Array] = {}
@@ -169,7 +169,7 @@ class Layout:
             filled = [piece for piece in pieces if piece.size]
             if len(filled) > 1:
                 arrays[name] = np.concatenate(filled)
-            elif filled or name == "values":  # which even an empty slice has
+            elif filled or name == "values":  # even an empty slice has "values"
                 arrays[name] = (filled or pieces)[0]
         data = dict(chosen[0][1].data)
         if "scalars" in data:
@@ -188,52 +188,66 @@ def _length(span: Span) -> int:
 
 
 class Learner(Protocol):
-    """A recipe for both sides. The same recipe may be used by many runs."""
+    """A recipe for both sides; many runs may use the same recipe."""
 
     @property
     def batch_size(self) -> int:
-        """The global batch: samples per step, constant whatever the workers do."""
+        """The global batch: samples per step, independent of the workers."""
 
     @property
     def examples(self) -> int | None:
-        """The samples of one epoch, where there is such a thing."""
+        """The samples of one epoch; None if the data have no epochs."""
 
     @property
     def message_bytes(self) -> int:
-        """The size of the model, and of a result, on the wire."""
+        """The bytes of the model, and of a result, on the wire."""
 
     def replica(self, seed: int, tiles: Partition | None = None) -> Replica:
-        """Make a worker's side; with tiles, for tasks whose samples come from some of them."""
+        """Make a worker's side; `tiles` are the data shards, if tasks draw from shards."""
 
     def server(self) -> Server: ...
     def rate(self, version: int) -> float:
-        """Return the learning rate of the step that a result at this version will be part of."""
+        """Return the learning rate of the step that uses a result at this version."""
 
     def check(self, work: Work) -> None:
-        """Refuse work that this learner cannot do."""
+        """Raise ValueError for work that this learner cannot do."""
 
     def about(self) -> dict[str, Any]:
-        """Describe what a resumed run must have in common with the first."""
+        """Return the settings that a resumed run must share with the first."""
+
+
+def for_workers(learner: Learner) -> Learner:
+    """Return the learner as sent to workers: its class may leave out what they do not need."""
+    leave_out = getattr(type(learner), "for_workers", None)  # not of a learner inside a wrapper
+    return learner if leave_out is None else leave_out(learner)
+
+
+def state_values(server: Server) -> int:
+    """Count the optimizer's state values per model value, by a step on a single value."""
+    shard = server.recipe((0, 1))()
+    shard.apply(shard.reduce([1.0], [np.zeros_like(shard.vector)], frozenset()))
+    arrays = shard.save().arrays.items()
+    return sum(array.size for name, array in arrays if name.startswith("optimizer.") and array.ndim)
 
 
 class Direction:
-    """The steps' statistics that need the vectors themselves."""
+    """Computes the statistics of steps that need the gradient vectors."""
 
     def __init__(self) -> None:
         self._previous: Array | None = None
         self._age = 0  # steps since it was kept
 
     def sums(self, direction: Array, wants: frozenset[Want]) -> Sums:
-        """Return the square of the norm, and the product with the step before (first: 0.0).
+        """Return the squared norm and the inner product with the previous step (at first 0.0).
 
-        With ("dot", lag) it is the product with the step `lag` before. One vector is kept for it,
-        so it is there at every lag-th step alone.
+        With ("dot", lag) it is the product with the step `lag` before. Only one vector is kept,
+        so the product exists at every lag-th step only.
         """
         sums: Sums = {}
         if "norm" in wants:
             sums["norm"] = float(np.linalg.norm(direction)) ** 2
         lag = _lag(wants)
-        # An empty slice has no state from which it could know at which steps the others multiply.
+        # An empty slice has no state, so it cannot know at which steps the others multiply.
         if not lag or (lag > 1 and not direction.size):
             return sums
         self._age += 1
@@ -260,7 +274,7 @@ class Direction:
 
 
 def _lag(wants: frozenset[Want]) -> int:
-    """Return how many steps before the other factor of "dot" is; 0 if nobody asks for one."""
+    """Return the lag of the wanted "dot" in steps; 0 if no "dot" is wanted."""
     lags = {1 for want in wants if want == "dot"}
     lags |= {want[1] for want in wants if isinstance(want, tuple) and want[0] == "dot"}
     if len(lags) > 1:
@@ -274,16 +288,8 @@ def _lag(wants: frozenset[Want]) -> int:
     return lag or 0
 
 
-def mixed(model: Array, copies: Mapping[str, Array], mix: Mapping[str, float]) -> Array:
-    """Return a weighted sum of a model with copies, of which the model has what is left of 1."""
-    # Copies first: where their weights add up to 0, their sum is small, and so is its rounding.
-    total = sum(np.multiply(copies[peer], weight) for peer, weight in mix.items())
-    own = 1.0 - sum(mix.values())
-    return np.asarray(model * model.dtype.type(own) + total, dtype=model.dtype)
-
-
 def add_up(sums: Iterable[Sums]) -> Sums:
-    """Add up the figures of all slices, in their order."""
+    """Add up the sums of all slices, in their order."""
     totals: Sums = {}
     for each in sums:
         for name, value in each.items():
@@ -292,17 +298,17 @@ def add_up(sums: Iterable[Sums]) -> Sums:
 
 
 def statistics(totals: Sums, wants: frozenset[Want]) -> dict[Stat, float]:
-    """Return what a policy asked for, from the sums over the whole vector."""
+    """Return the statistics that a policy wants, from the sums over the whole vector."""
     stats: dict[Stat, float] = {}
     if "norm" in wants:
         stats["norm"] = sqrt(totals["norm"])
-    if "dot" in totals and _lag(wants):  # with a lag, it is not there at every step
+    if "dot" in totals and _lag(wants):  # with a lag, not every step has it
         stats["dot"] = totals["dot"]
     return stats
 
 
 def mean_loss(weights: Sequence[Coefficients], losses: Sequence[float | None]) -> dict[Stat, float]:
-    """Average the workers' losses as the step averages their results."""
+    """Return the mean of the workers' losses, with the weights of the step."""
     known = [
         (magnitude(w), loss) for w, loss in zip(weights, losses, strict=True) if loss is not None
     ]

@@ -1,28 +1,46 @@
 """A PyTorch module whose parameters and gradients are views of two flat buffers.
 
-What travels is one float32 vector: the trainable parameters, then the persistent buffers (those
-in the `state_dict`, such as BatchNorm statistics). No copy is made to flatten or to restore.
+One float32 vector is sent: the trainable parameters, then the persistent buffers that training may
+change (such as BatchNorm statistics). Flattening and restoring make no copy. Frozen parameters and
+large constant buffers (such as causal masks) keep their dtype and are not sent.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 Float32 = NDArray[np.float32]
 
+CONSTANT_VALUES = 2**14
+"""A persistent buffer with more values counts as a constant, unless it belongs to a normalization
+layer of torch or is named in `TorchLearner(buffers=…)`. Sending smaller ones costs little."""
+
 
 class FlatModule:
-    """Holds a module together with its flat `values` and, unless it never needs them, `grads`."""
+    """Moves a module's tensors into the flat vectors `values` and, if `with_grads`, `grads`.
 
-    def __init__(self, module: nn.Module, device: str = "cpu", with_grads: bool = True) -> None:
-        self.module = module.to(device)
+    Tensors on the `meta` device become zeros, which `load` or `pull` replaces.
+    changing: names of large buffers that training changes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: str = "cpu",
+        with_grads: bool = True,
+        changing: Collection[str] = (),
+    ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         for name, parameter in named:
             if parameter.dtype != torch.float32:
@@ -30,47 +48,72 @@ class FlatModule:
                     f"parameter {name} is {parameter.dtype}; results travel as float32, so keep "
                     "parameters in torch.float32 (model.float()) and use autocast in the loss"
                 )
+        if not named:
+            raise ValueError("the model has no parameter with requires_grad=True to train")
         self.parameters = [parameter for _, parameter in named]
-        self._buffers = list(_buffers(module, persistent=True))
+        self.trainable = sum(p.numel() for p in self.parameters)
+        travelling = _travelling(module, changing)
+        size = self.trainable + sum(place.buffer.numel() for place in travelling)
+        self.values = torch.zeros(size, device=device)
+        self.grads = torch.zeros(size if with_grads else 0, device=device)
+        for place in travelling:
+            if place.buffer.is_meta:
+                zeros = torch.zeros_like(place.buffer, device=device)
+                _swap(place.buffer, zeros)
+        for parameter, (start, stop) in zip(self.parameters, self._spans(), strict=True):
+            view = self.values[start:stop].view(parameter.shape)
+            if parameter.is_meta:
+                _swap(parameter, nn.Parameter(view))
+            else:
+                with torch.no_grad():
+                    view.copy_(parameter)
+                    parameter.data = view
+            if with_grads:
+                parameter.grad = self.grads[start:stop].view_as(parameter)
+        self.module = module.to(device)
+        self._buffers = _travelling(module, changing)
         for place in self._buffers:
             b = place.buffer
             if not (b.is_floating_point() or torch.equal(b.float().to(b.dtype), b)):
                 raise ValueError(
-                    f"buffer {place.name} has whole numbers beyond 2**24, which do not survive as "
-                    "float32 on the wire; register it with persistent=False"
+                    f"buffer {place.name} has numbers that do not survive as float32 on the wire, "
+                    "such as whole numbers beyond 2**24; register it with persistent=False"
                 )
-        scratch = _buffers(module, persistent=False)
-        self._scratch = [(place, place.buffer.clone()) for place in scratch]
-        self.trainable = sum(p.numel() for p in self.parameters)
-        size = self.trainable + sum(place.buffer.numel() for place in self._buffers)
-        if not self.trainable:
-            raise ValueError("the model has no parameter with requires_grad=True to train")
-        self.values = torch.zeros(size, device=device)
-        self.grads = torch.zeros(size if with_grads else 0, device=device)
-        self.pull()
-        for parameter, (start, stop) in zip(self.parameters, self._spans(), strict=True):
-            with torch.no_grad():
-                parameter.data = self.values[start:stop].view_as(parameter)
-            if with_grads:
-                parameter.grad = self.grads[start:stop].view_as(parameter)
+        kept = {place.name for place in self._buffers}
+        others = [place for place in _buffers(module) if place.name not in kept]
+        # Copies of the buffers that are not sent: to reset them, and to detect changes.
+        self._scratch = [(p, p.buffer.clone()) for p in others if not p.persistent]
+        self._constant = [(p, p.buffer.clone()) for p in others if p.persistent and with_grads]
+        # A float64 value that training leaves alone is not rounded to float32.
+        self._wide = {p.name: p.buffer.clone() for p in self._buffers if _is_wide(p.buffer)}
+        self._pull_buffers(self._buffers)
 
-    def pull(self) -> None:
-        """Copy the module's parameters and buffers into `values`."""
+    def pull(self, module: nn.Module) -> None:
+        """Copy parameters and buffers from the module that this one was copied from."""
+        trained = [p for p in module.parameters() if p.requires_grad]
         with torch.no_grad():
-            for tensor, (start, stop) in zip(self.parameters, self._spans(), strict=True):
+            for tensor, (start, stop) in zip(trained, self._spans(), strict=True):
                 self.values[start:stop] = tensor.detach().reshape(-1)
-            for place, (start, stop) in self._buffer_spans():
-                self.values[start:stop] = place.buffer.reshape(-1).float()
+        kept = {place.name for place in self._buffers}
+        self._pull_buffers([place for place in _buffers(module) if place.name in kept])
+        self.push_buffers()
+
+    def _pull_buffers(self, places: Iterable[_Place]) -> None:
+        for place, (_, (start, stop)) in zip(places, self._buffer_spans(), strict=True):
+            self.values[start:stop] = place.buffer.detach().reshape(-1).float()
 
     def push_buffers(self) -> None:
-        """Copy `values` into the module's buffers; parameters are views and need none."""
+        """Copy `values` into the module's buffers; parameters are views and need no copy."""
         for place, (start, stop) in self._buffer_spans():
             place.put_back()
             values = self.values[start:stop].view_as(place.buffer)
-            place.buffer.copy_(values if place.buffer.is_floating_point() else values.round())
+            if (wide := self._wide.get(place.name)) is not None:
+                place.buffer.copy_(torch.where(values == wide.float(), wide, values))
+            else:
+                place.buffer.copy_(values if place.buffer.is_floating_point() else values.round())
 
     def load(self, slices: Iterable[Float32]) -> None:
-        """Take over a model as it travels, slice after slice."""
+        """Load a model as it is sent, slice by slice."""
         start = 0
         for vector in slices:
             stop = start + vector.size
@@ -83,14 +126,22 @@ class FlatModule:
         self.reset()
 
     def reset(self) -> None:
-        """Put the buffers back to what was loaded."""
+        """Reset the buffers to the loaded values."""
         self.push_buffers()
-        for place, original in self._scratch:  # no trace of an earlier task
+        for place, original in self._scratch:  # so that an earlier task leaves no trace
             place.put_back()
             place.buffer.copy_(original)
 
     def buffer_change(self) -> None:
-        """Write into `grads` by how much the module's buffers differ from `values`."""
+        """Write the difference of the module's buffers from `values` into `grads`."""
+        for place, original in self._constant:
+            if not torch.equal(place.current(), original):
+                raise ValueError(
+                    f"buffer {place.name} ({original.numel()} values) changed in training, and a "
+                    f"buffer of more than {CONSTANT_VALUES} values is taken for a constant that is "
+                    f"not sent; give TorchLearner(buffers=[{place.name!r}]) to send it and average "
+                    "its changes, or register it with persistent=False to reset it for each task"
+                )
         for place, (start, stop) in self._buffer_spans():
             now = place.current().reshape(-1).float()
             self.grads[start:stop] = now - self.values[start:stop]
@@ -111,29 +162,63 @@ class FlatModule:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a buffer lives in its module, which may put another tensor there."""
+    """The place of a buffer in its module; the module may replace the tensor there."""
 
     owner: nn.Module
-    name: str
+    key: str
+    name: str  # as in the state_dict
     buffer: Tensor
+    persistent: bool
 
     def current(self) -> Tensor:
-        now = self.owner._buffers[self.name]
+        now = self.owner._buffers[self.key]
         assert now is not None
         return now
 
     def put_back(self) -> None:
-        self.owner._buffers[self.name] = self.buffer
+        self.owner._buffers[self.key] = self.buffer
 
 
-def flat_size(module: nn.Module) -> int:
-    """Count the values that travel, without building anything."""
+def flat_size(module: nn.Module, changing: Collection[str] = ()) -> int:
+    """Count the values that are sent, without building the flat vector."""
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return trained + sum(place.buffer.numel() for place in _buffers(module, persistent=True))
+    return trained + sum(place.buffer.numel() for place in _travelling(module, changing))
+
+
+def hollow(module: nn.Module, changing: Collection[str] = (), share: bool = False) -> nn.Module:
+    """Copy a module; the tensors that are sent are on the `meta` device and take no memory.
+
+    share: the copy shares the other tensors, which suffices for a module to be sent.
+    """
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        elif share:
+            memo[id(parameter)] = parameter
+    for place in _buffers(module) if share else ():
+        memo[id(place.buffer)] = place.buffer
+    for place in _travelling(module, changing):
+        if not _is_wide(place.buffer):
+            memo[id(place.buffer)] = torch.empty_like(place.buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def resident_digest(module: nn.Module, changing: Collection[str] = ()) -> str:
+    """Return a hash of the tensors that are not sent: they must be equal in every process."""
+    travelling = {place.name for place in _travelling(module, changing)}
+    frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+    others = ((p.name, p.buffer) for p in _buffers(module) if p.name not in travelling)
+    found = hashlib.sha256()
+    for name, tensor in chain[tuple[str, Tensor]](frozen, others):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def as_tensor(array: Float32) -> Tensor:
-    """View an array as a tensor, without the warning that one from Ray's store is read-only."""
+    """View an array as a tensor, without the warning for read-only arrays of Ray's store."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     with warnings.catch_warnings():
@@ -141,11 +226,38 @@ def as_tensor(array: Float32) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _buffers(module: nn.Module, persistent: bool) -> Iterator[_Place]:
+def _buffers(module: nn.Module) -> Iterator[_Place]:
+    """Yield each buffer once, even if it has several names."""
     seen: set[int] = set()
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            is_persistent = name not in part._non_persistent_buffers_set
-            if is_persistent is persistent and id(buffer) not in seen:
+    for path, part in module.named_modules():
+        for key, buffer in part.named_buffers(recurse=False):
+            if id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield _Place(part, name, buffer)
+                name = f"{path}.{key}" if path else key
+                yield _Place(part, key, name, buffer, key not in part._non_persistent_buffers_set)
+
+
+def _travelling(module: nn.Module, changing: Collection[str]) -> list[_Place]:
+    """Return the buffers that are sent with the parameters."""
+    persistent = [place for place in _buffers(module) if place.persistent]
+    if unknown := sorted({*changing} - {place.name for place in persistent}):
+        known = ", ".join(place.name for place in persistent) or "none"
+        raise ValueError(
+            f"buffers={unknown}: the model has no such persistent buffers; it has {known}"
+        )
+    return [
+        place
+        for place in persistent
+        if place.buffer.numel() <= CONSTANT_VALUES
+        or isinstance(place.owner, _NormBase)
+        or place.name in changing
+    ]
+
+
+def _swap(tensor: Tensor, other: Tensor) -> None:
+    """Replace a tensor for all its holders; setting `data` cannot move it off `meta`."""
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+def _is_wide(buffer: Tensor) -> bool:
+    return buffer.dtype == torch.float64

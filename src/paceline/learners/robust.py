@@ -1,15 +1,15 @@
-"""Steps that a few wrong results cannot spoil, for those who cannot trust every worker's numbers.
+"""Robust aggregation: rules that replace the mean and tolerate a few wrong results in a step.
 
-`Trainer(robust=TrimmedMean(1))` puts one of these rules in the place of the mean. Of the k results
-that a step uses, so many may be anything at all; with a policy that waits for the fastest k of n
-the bad ones may always be among them, so that bounds are for k and not for n. A price is paid where
-all are honest: what is left out is lost, and with data that differ from worker to worker the rules
-take the unusual for the wrong. They protect the numbers, not the cluster; see docs/security.md.
+`Trainer(robust=TrimmedMean(1))` replaces the mean by one of these rules. Of the k results of a
+step, `bad` ones may have any value. A policy that waits for the fastest k of n may always get the
+bad ones, so bounds are for k and not for n. If all workers are honest, the rules have a cost: they
+drop correct results, and with different data on each worker they treat unusual results as wrong.
+The rules protect the numbers, not the cluster; see docs/security.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,23 +22,23 @@ _NAME = "robust.center"
 
 
 class Robust(Protocol):
-    """A rule that makes one vector of several."""
+    """A rule that combines several vectors into one."""
 
     def check(self, results: int) -> None:
-        """Refuse if so few results cannot outvote the bad ones."""
+        """Raise ValueError if the results of a step are too few to outvote the bad ones."""
 
     def aggregate(self, vectors: Array, weights: Array, center: Array | None) -> Array:
-        """Return what stands for the mean of the rows of `vectors`.
+        """Return the robust replacement of the mean of the rows of `vectors`.
 
-        weights: of the rows, which add up to 1.
-        center: the vector before, None at first.
+        weights: the weights of the rows, which add up to 1.
+        center: the aggregate of the previous step; None at first.
         """
 
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """In each coordinate, leaves out the `bad` largest and smallest values (Yin et al. 2018, arXiv
-    1803.01498). Holds for k > 2 * bad results in a step."""
+    """Drops the `bad` largest and smallest values in each coordinate (Yin et al. 2018, arXiv
+    1803.01498). Needs k > 2 * bad results in a step."""
 
     bad: int = 1
 
@@ -58,7 +58,7 @@ class TrimmedMean:
 @dataclass(frozen=True)
 class MultiKrum:
     """Averages the k - bad results that lie closest to their k - bad - 2 nearest neighbors
-    (Blanchard et al. 2017, arXiv 1703.02757). Holds for k > 2 * bad + 2 results in a step."""
+    (Blanchard et al. 2017, arXiv 1703.02757). Needs k > 2 * bad + 2 results in a step."""
 
     bad: int = 1
 
@@ -80,12 +80,13 @@ class MultiKrum:
 
 @dataclass(frozen=True)
 class CenteredClip:
-    """Moves from the step before by what each result differs from it, no further than `radius`:
+    """Starts from the previous step and adds each result's difference, clipped to `radius`:
     v <- v + sum of w_i (g_i - v) min(1, radius / |g_i - v|), `rounds` times (Karimireddy et al.
     2021, arXiv 2012.10333).
 
-    It remembers, so that small lies which add up over time do not; a bad result moves a step by
-    rounds * w_i * radius at most. The radius is to be some times the distance of honest results.
+    Its memory of the previous step keeps small errors from adding up over time. A bad result moves
+    a step by at most rounds * w_i * radius. Choose a radius of a few times the distance between
+    honest results.
     """
 
     radius: float
@@ -101,7 +102,7 @@ class CenteredClip:
         _enough(results, 2, self)
 
     def aggregate(self, vectors: Array, weights: Array, center: Array | None) -> Array:
-        # Without a step before, from where most are.
+        # Without a previous step, start from the median.
         current = np.median(vectors, axis=0) if center is None else center
         for _ in range(self.rounds):
             away = vectors - current
@@ -125,10 +126,10 @@ def _enough(results: int, needed: int, rule: object) -> None:
 
 
 class RobustServer:
-    """A learner's server whose steps go along what a rule makes of the results."""
+    """A learner's server that steps with a robust aggregate of the results."""
 
     needs_totals = False
-    center_name = _NAME  # of the array that is saved beside those of the plain server
+    center_name = _NAME  # of the array saved in addition to those of the plain server
 
     def __init__(self, server: Server, rule: Robust) -> None:
         self.plain, self._rule = server, rule
@@ -169,7 +170,7 @@ class RobustServer:
     def model(self) -> Any:
         return self.plain.model()
 
-    def export(self) -> dict[str, Array]:
+    def export(self) -> Mapping[str, Any]:
         return self.plain.export()
 
     def save(self) -> Saved:

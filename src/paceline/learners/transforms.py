@@ -1,7 +1,7 @@
-"""What is done to a step's gradient before the optimizer takes it, where it needs whole norms.
+"""Gradient transforms before the optimizer's step that need norms of whole tensors or models.
 
-A transform sees the model as pieces: tensors, or what one server holds of them. Whatever it needs
-of the whole, it gives as sums over its pieces; they are added up over all servers and handed back.
+A transform sees the model as pieces: tensors, or the parts of them that one server holds. It
+returns sums over its pieces; these are added up over all servers and passed back to it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Transform(Protocol):
     """Changes gradients in place, in two phases."""
 
     def sums(self, pieces: Sequence[Piece]) -> Sums:
-        """Return what must be known of the whole, as sums over these pieces."""
+        """Return the sums over these pieces that `apply` needs of the whole model."""
 
     def apply(self, pieces: Sequence[Piece], totals: Sums) -> None:
-        """Change these pieces' gradients, knowing the sums over all of them."""
+        """Change these pieces' gradients, given the sums over all pieces."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class ClipNorm:
 
 @dataclass(frozen=True)
 class TrustRatio:
-    """Gives each tensor a learning rate after its norms; with SGD and momentum this is LARS.
+    """Scales each tensor's gradient by its norms; with SGD and momentum this is LARS.
 
     g <- eta |w| / (|g| + weight_decay |w|) * (g + weight_decay w), tensor by tensor (You, Gitman
     and Ginsburg 2017, arXiv 1708.03888). Tensors with fewer than two dimensions, such as biases,
-    stay as they are, and so does one whose norm or gradient is zero.
+    are unchanged, and so is a tensor whose norm or gradient is zero.
     """
 
     eta: float = 0.001

@@ -1,4 +1,4 @@
-"""A policy that does what was planned, and plans again when workers are not what they were."""
+"""A policy that follows a plan, and plans again when the speed of workers changes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.logs import logger_of
+from paceline.core.policy import Findings, Policy
 from paceline.core.protocol import (
     Cancel,
     Command,
@@ -19,47 +20,49 @@ from paceline.core.protocol import (
     Event,
     Finished,
     Joined,
-    Policy,
     Stepped,
     Task,
     View,
     Want,
     WorkerId,
 )
-from paceline.core.state import describe, load_state, save_state
+from paceline.core.schema import converted
+from paceline.core.state import describe
 from paceline.delays.empirical import log_rank
 from paceline.delays.fit import fit
+from paceline.delays.links import Link
 from paceline.delays.models import Fixed
-from paceline.engines.simulator import Link
 from paceline.planner.choose import Plan, plan
-from paceline.planner.forecast import shrinkage
+from paceline.planner.forecast.forecast import shrinkage
 from paceline.planner.grid import candidates
-from paceline.planner.profile import Profile, WorkerProfile
+from paceline.planner.measure.profile import Profile, WorkerProfile
 
 logger = logger_of(__name__)
 
 NEWEST = 20
-"""Tasks of a worker that are compared with its profile, and losses of which the mean is taken."""
+"""Newest tasks of a worker to compare with its profile, and newest losses to average."""
 ENOUGH = 8
-"""Tasks that say something."""
+"""Tasks of a worker needed for a comparison."""
 SURE = 1e-4
-"""The p-value below which a worker's pace is another."""
+"""The p-value below which a worker's speed has changed."""
 CHANGED = 1.3
-"""Times as slow, or as quick: less is not worth planning again."""
+"""Factor of slowdown or speedup that is worth planning again."""
 EVERY = 20
-"""Steps between two looks."""
+"""Steps between two comparisons with the profile."""
 BETTER = 0.05
-"""Relative, by which another policy must be better than the one in use."""
+"""Relative gain that another policy must have over the current one."""
 
-_TOLD = 100  # changes of plan that are remembered
-_DRAWN = 400  # of a worker's law, with which its times are compared
+_TOLD = 100  # newest changes of plan that are kept
+_DRAWN = 400  # samples of a worker's law, to compare its times with
 
 
 @dataclass
 class Seen:
-    """What a worker's newest tasks took: seconds of computing a sample, and those of the way.
+    """Times of a worker's newest tasks.
 
-    Of tasks that were given up, or go on, it is what a sample takes at least.
+    seconds: of computing a sample; a lower bound for cancelled and running tasks.
+    whole: whether each task finished.
+    ways: seconds of a task's messages.
     """
 
     seconds: list[float]
@@ -74,31 +77,36 @@ class Seen:
 
     @property
     def pace(self) -> float:
-        """The likeliest mean, if times are exponential; the least possible if none has ended."""
+        """The likeliest mean of exponential times; the largest lower bound if no task has ended."""
         ended = sum(self.whole)
         return sum(self.seconds) / ended if ended else max(self.seconds)
 
 
-class Auto:
-    """Does what a plan says first, and plans anew when workers change.
+class Auto(Policy):
+    """Runs the first policy of a plan, and plans again when the speed of workers changes.
 
-    Each worker's newest tasks are compared with its profile. Where they differ for sure, and by
-    more than a third, the rest of the run is planned again with what they took. If another policy
-    is then better by 5 %, all work under way is given up and that one takes over. Batch size,
-    learning rate and codec stay as they are. While it plans, for some seconds, nothing else is
-    decided.
+    It compares each worker's newest tasks with its profile. If they differ significantly, and by
+    a factor of 1.3 or more, it updates the profile and plans the rest of the run. If another policy
+    is then better by 5 %, it cancels all tasks, discards held results and switches to that policy.
+    Batch size, learning rate and codec do not change. Planning takes some seconds, in which the
+    run makes no other decision.
 
-    profile: that the plan was made from.
+    profile: the profile that the plan was made from.
     """
 
+    schema = converted(
+        *("auto", 1, "profile", "policy", "changes", "seen", "behind", "since", "losses"),
+        current="current",
+    )
+
     def __init__(self, profile: Profile, plan: Plan, *, seed: int = 0) -> None:
-        self.profile, self.plan = profile, plan
-        self.current = copy.deepcopy(plan.policy)  # the plan's own is a recipe
-        self.changes: list[str] = []  # what was planned anew of late, and why
+        self.profile, self._plan = profile, plan
+        self.current = copy.deepcopy(plan.policy)  # the plan's own policy stays unused
+        self.changes: list[str] = []  # the newest changes of plan, with reasons
         self._seed = seed
         self._seen: dict[WorkerId, Seen] = {}
-        self._behind: set[WorkerId] = set()  # whose task before was given up
-        self._since = 0  # the version at which it last looked
+        self._behind: set[WorkerId] = set()  # workers whose last task was cancelled
+        self._since = 0  # the version of the last comparison
         self._losses: list[float] = []
 
     def __repr__(self) -> str:
@@ -108,8 +116,16 @@ class Auto:
     def wants(self) -> frozenset[Want]:
         return self.current.wants | {"loss"}
 
+    @property
+    def plan(self) -> Plan:
+        """The initial plan."""
+        return self._plan
+
+    def findings(self) -> Findings:
+        return Findings(changes=self.changes)
+
     def check(self, workers: int, batch: int) -> None:
-        """Refuse an engine or a learner that the profile is not of."""
+        """Refuse an engine or a learner that does not match the profile."""
         if (workers, batch) != (self.profile.size, self.profile.batch_size):
             raise ValueError(
                 f"the profile is of {self.profile.size} workers and a batch of "
@@ -141,7 +157,7 @@ class Auto:
         for id in list(view.held):
             yield Discard(id)
 
-    # --- what workers do -------------------------------------------------------------------------
+    # --- the times of workers --------------------------------------------------------------------
 
     def _finished(self, view: View, event: Finished) -> None:
         result = view.held[event.task]
@@ -150,7 +166,7 @@ class Auto:
             self._losses = [*self._losses, result.stats["loss"]][-NEWEST:]
         if result.samples:
             way = max(result.at - result.task.since - result.seconds, 0.0)
-            # Behind what was given up, it may have waited for that to end.
+            # After a cancelled task, it may have waited for that task to end.
             clear = worker not in self._behind
             self._of(worker).add(result.seconds / result.samples, True, way if clear else None)
         self._behind.discard(worker)
@@ -162,14 +178,14 @@ class Auto:
         self._behind.add(task.worker)
 
     def _at_least(self, view: View, task: Task) -> float:
-        """Return how long a task under way has taken at least, for a sample; 0 if nobody knows."""
+        """Return a lower bound of a running task's seconds per sample; 0 if it is unknown."""
         if task.worker in self._behind and not self.profile.interruptible:
             return 0.0
         way = self._way(self.profile.workers[task.worker])
         return max(view.now - task.since - way, 0.0) / task.computed
 
     def _until_now(self, view: View, worker: WorkerId) -> Seen:
-        """Return what was seen of a worker, with the task that it is at."""
+        """Return the times of a worker, including its running task."""
         seen = copy.copy(self._of(worker))
         task = next((task for task in view.running.values() if task.worker == worker), None)
         if task is not None and (seconds := self._at_least(view, task)) > 0:
@@ -187,10 +203,10 @@ class Auto:
     def _shrunk(self) -> float:
         return shrinkage(self.plan.codec, self.profile)[0]
 
-    # --- whether that is new ---------------------------------------------------------------------
+    # --- whether workers have changed ------------------------------------------------------------
 
     def _anew(self, view: View) -> Policy | None:
-        """Return another policy, if workers have changed and it is better now."""
+        """Return another policy if workers have changed and it is better now, else None."""
         workers = dict(self.profile.workers)
         told = []
         for name, known in self.profile.workers.items():
@@ -198,13 +214,13 @@ class Auto:
             if changed is not None:
                 workers[name] = changed
                 told.append(f"{name} {text}")
-        surface = self.profile.known()
+        surface = self.profile.surface
         loss = sum(self._losses) / max(len(self._losses), 1)
         if not told or not self.plan.target < loss < inf:
             return None
         self.profile = replace(self.profile, workers=workers)
         self._seen, self._behind = {}, set()
-        left = replace(self.profile, surface=surface.lowered(loss))
+        left = replace(self.profile, surface=surface and surface.lowered(loss))
         chosen, text = self._better(left)
         self.changes.append(f"at step {view.version}: {', '.join(told)}: {text}")
         del self.changes[:-_TOLD]
@@ -212,17 +228,17 @@ class Auto:
         return chosen
 
     def _changed(self, known: WorkerProfile, seen: Seen) -> tuple[WorkerProfile | None, str]:
-        """Return what a worker is now, if that differs, and by how much."""
+        """Return a worker's new profile and a text, or None if it has not changed."""
         if len(seen.seconds) < ENOUGH:
             return None, ""
         usual = known.compute.mean
         times = seen.pace / usual if usual else inf if seen.pace else 1.0
-        if not any(seen.whole):  # it takes longer than that
+        if not any(seen.whole):  # the true pace is slower still
             times = max(times, 1.0)
         compute, link, told = known.compute, known.link, []
         if not 1 / CHANGED < times < CHANGED and self._differ(known, seen):
             given_up = [not whole for whole in seen.whole]
-            # Who never ends a task is taken to need as long as all of them together.
+            # A worker that never ends a task is assumed to need the sum of all its times.
             compute = (
                 Fixed(sum(seen.seconds)) if all(given_up) else fit(seen.seconds, given_up).bounded
             )
@@ -239,7 +255,7 @@ class Auto:
         return (WorkerProfile(compute, link) if told else None), " and ".join(told)
 
     def _differ(self, known: WorkerProfile, seen: Seen) -> bool:
-        """Tell whether a worker's times are not of its law; of a fixed one all that differ are."""
+        """Return whether a worker's times contradict its law; a fixed law allows no other times."""
         if isinstance(known.compute, Fixed):
             return True
         rng, memory = np.random.Generator(np.random.PCG64([self._seed, 3])), dict[str, float]()
@@ -248,14 +264,14 @@ class Auto:
         return log_rank((drawn, np.ones(_DRAWN, dtype=bool)), newer, 0.0) < SURE
 
     def _better(self, left: Profile) -> tuple[Policy | None, str]:
-        """Plan the rest."""
-        rate, codec = self.plan.learning_rate, self.plan.codec
+        """Plan the rest of the run; return a better policy or None, and a text for the log."""
+        rate, codec = None if self.plan.unknown else self.plan.learning_rate, self.plan.codec
         try:
             found = plan(
                 left, target=self.plan.target, minimize=self.plan.goal, learning_rate=rate,
                 codecs=[codec], seeds=4, patience=1.5, seed=self._seed,
             )  # fmt: skip
-        except ValueError as error:  # it cannot be reached, as far as is known
+        except ValueError as error:  # the target seems unreachable
             return None, f"goes on as it was ({error})"
         looks = {describe(look.candidate.policy): look for look in found.looks}
         own, best = describe(self.current), describe(found.policy)
@@ -263,14 +279,13 @@ class Auto:
             return None, f"goes on with {looks[own].candidate.text}"
         return found.policy, f"goes on with {looks[best].candidate.text}"
 
-    # --- what is saved ---------------------------------------------------------------------------
+    # --- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all as plain data; the policy is in it by name."""
+        """Return the state without that of the current policy, which it holds by name."""
         return {
             "profile": self.profile.to_json(),
             "policy": describe(self.current),
-            "current": save_state(self.current),
             "changes": self.changes,
             "seen": {w: [s.seconds, s.whole, s.ways] for w, s in self._seen.items()},
             "behind": self._behind,
@@ -279,7 +294,7 @@ class Auto:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Invert it."""
+        """Invert `state_dict`."""
         self.profile = Profile.from_json(state["profile"])
         grid = candidates(self.profile, self.plan.goal == "dollars", self._seed)
         known = {describe(each.policy): each.policy for each in grid}
@@ -287,7 +302,6 @@ class Auto:
         if state["policy"] not in known:
             raise ValueError(f"the saved policy {state['policy']} is none that a plan has")
         self.current = copy.deepcopy(known[state["policy"]])
-        load_state(self.current, state["current"])
         self.changes = list(state["changes"])
         self._seen = {worker: Seen(*lists) for worker, lists in state["seen"].items()}
         self._behind, self._since = set(state["behind"]), state["since"]

@@ -1,4 +1,4 @@
-"""How many workers, how stale, which learning rate, and what will it cost: a plan."""
+"""Plans: the number of workers, the staleness, the learning rate, and the cost."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.protocol import Policy
-from paceline.planner import grid
-from paceline.planner.forecast import MOST, Forecast, check_target
-from paceline.planner.profile import Profile
+from paceline.core.policy import Policy
+from paceline.planner import grid, steps
+from paceline.planner.forecast.forecast import MOST, Forecast, check_target
+from paceline.planner.measure.profile import Profile
 from paceline.planner.search import Entry, Goal, Look, Search, figure_of
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-_FINALISTS = 8  # that are simulated in full
-_WITH_CODECS = 4  # the best, to which codecs are tried
-_MESSAGES = 0.05  # of a step's time, above which codecs are tried
+_FINALISTS = 8  # candidates that are simulated in full
+_WITH_CODECS = 4  # best candidates that are tried with codecs
+_MESSAGES = 0.05  # share of a step's time above which codecs are tried
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Ways to train, the best first. Nothing is changed by it: take its learning rate, or do not.
+    """Policies with their learning rates and forecasts, the best first.
 
-    `Trainer(learner, policy=plan, engine=…)` runs the first, with the learner's learning rate.
+    `Trainer(learner, policy=plan, engine=…)` runs the first policy, with the learning rate of the
+    learner: a plan does not change that one.
     """
 
     entries: tuple[Entry, ...]
@@ -33,7 +34,8 @@ class Plan:
     target: float
     reason: str
     notes: tuple[str, ...] = ()
-    looks: tuple[Look, ...] = ()  # all that was looked at, by its figure
+    looks: tuple[Look, ...] = ()  # all first looks, sorted by cost
+    batch_size: int = 0
 
     @property
     def policy(self) -> Policy:
@@ -41,7 +43,7 @@ class Plan:
 
     @property
     def codec(self) -> Codec | None:
-        """What results should be encoded with; None: sent as they are."""
+        """The codec of results; None: results are sent unencoded."""
         return self.entries[0].codec
 
     @property
@@ -52,6 +54,11 @@ class Plan:
     def forecast(self) -> Forecast:
         return self.entries[0].forecast
 
+    @property
+    def unknown(self) -> str:
+        """Why the steps to the target are unknown; the cost of a step then ranks the policies."""
+        return self.forecast.unknown
+
     def about(self) -> dict[str, Any]:
         """Return the first row as plain data, for a journal's header."""
         return {"policy": self.entries[0].text, **self.forecast.about()}
@@ -59,6 +66,8 @@ class Plan:
     def __str__(self) -> str:
         names = [entry.text for entry in self.entries]
         width = max(map(len, names))
+        if self.unknown:
+            return self._by_step(names, width)
         lines = [
             f"to a loss of {self.target:g}, with the least "
             f"{'time' if self.goal == 'time' else self.goal}:",
@@ -75,6 +84,23 @@ class Plan:
             )
         return "\n".join([*lines, self.reason, *self.notes])
 
+    def _by_step(self, names: Sequence[str], width: int) -> str:
+        lines = [
+            f"with the least {self.goal} per step; the steps to a loss of {self.target:g} are "
+            f"unknown: {self.unknown}",
+            f"{'':2} {'policy':{width}} {'s/step':>8} {'':17} {'samples/s':>9} {'$/step':>8} "
+            f"{'MB/step':>8}",
+        ]
+        for rank, (name, entry) in enumerate(zip(names, self.entries, strict=True), 1):
+            step = entry.forecast.per_step
+            low, high = entry.forecast.intervals["seconds_per_step"]
+            rate = self.batch_size / step["seconds"] if step["seconds"] else inf
+            lines.append(
+                f"{rank:2} {name:{width}} {step['seconds']:8.4g} {f'[{low:.4g}-{high:.4g}]':17} "
+                f"{rate:9.4g} {step['dollars']:8.3g} {step['bytes'] / 1e6:8.3g}"
+            )
+        return "\n".join([*lines, self.reason, *self.notes])
+
 
 def plan(
     profile: Profile,
@@ -83,25 +109,29 @@ def plan(
     minimize: Goal = "time",
     workers: int | None = None,
     learning_rate: float | None = None,
-    most: int = MOST,
+    max_steps: int = MOST,
     seeds: int | None = None,
     patience: float = 2.0,
     codecs: Sequence[Codec | None] | None = None,
     seed: int = 0,
-    told: Callable[[float], None] | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """Choose a policy, who takes part, and a learning rate, by which a loss is reached best.
+    """Choose the policy, workers, codec and learning rate that reach a loss at the least cost.
+
+    If the optimizer is not SGD, or the profile has no curvature, the steps to a loss are unknown.
+    Policies that need equally many steps are then ranked by the cost of a step, and the plan's
+    `unknown` says so; see `paceline.planner.steps`.
 
     target: the loss.
     minimize: the time until then, the money, or the bytes sent.
     workers: plan for the first so many only; by default for all of the profile.
-    learning_rate: of the learner, if it shall stay as it is; by default the best of 16 that bear
-        twice the curvature.
-    most: steps that a run may take.
+    learning_rate: of the learner, to keep it; by default the best of 17 or more candidates that
+        are stable at twice the curvature.
+    max_steps: limit of the steps of a run.
     seeds: of the best policies' forecasts; by default 4 to 32, fewer for longer runs.
-    codecs: of results, to choose from; by default None, and where messages take long a few more.
-    patience: what takes so many times as much as the best so far is not looked at further.
-    told: about which share is done, now and then.
+    codecs: to choose from; by default None, and a few more if messages take long.
+    patience: a candidate is dropped once it costs this many times the best so far.
+    on_progress: called now and then with the approximate share that is done.
     """
     if minimize not in ("time", "dollars", "bytes"):
         raise ValueError(f'minimize={minimize!r}: use "time", "dollars" or "bytes"')
@@ -110,10 +140,21 @@ def plan(
     if codecs is not None and not codecs:
         raise ValueError("codecs=[] leaves nothing to choose from; use [None] for none")
     target = float(target)
-    surface = check_target(profile, target)
     profile = _only(profile, workers)
     _check_goal(profile, minimize)
-    search = Search(profile, surface, target, minimize, learning_rate, most, patience, seed, told)
+    if profile.unknown:
+        given = grid.candidates(replace(profile, local_steps=False), minimize == "dollars", seed)
+        given = _encoded(given, steps.one_codec(codecs, profile.unknown))
+        more = target, learning_rate, seeds, seed, on_progress or (lambda share: None)
+        entries, looks = steps.rank(profile, given, minimize, *more)
+        reason, notes = _reason(entries, looks, minimize), (*profile.notes, steps.NOTE)
+        return Plan(
+            tuple(entries), minimize, target, reason, notes, tuple(looks), profile.batch_size
+        )  # fmt: skip
+    surface = check_target(profile, target)
+    search = Search(
+        profile, surface, target, minimize, learning_rate, max_steps, patience, seed, on_progress
+    )
     if search.hopeless():
         raise ValueError(search.unreachable())
     plain = grid.candidates(profile, minimize == "dollars", seed)
@@ -132,17 +173,19 @@ def plan(
     if not isfinite(figure_of(entries[0].forecast, minimize)):
         raise ValueError(search.unreachable())
     reason = _reason(entries, looks, minimize)
-    return Plan(tuple(entries), minimize, target, reason, profile.notes, tuple(looks))
+    return Plan(
+        tuple(entries), minimize, target, reason, profile.notes, tuple(looks), profile.batch_size
+    )  # fmt: skip
 
 
 def _encoded(
     candidates: Sequence[grid.Candidate], codec: Codec | None
 ) -> list[grid.Candidate]:  # fmt: skip
-    """Give all of them a codec, but for codes, which decode from results as they are."""
+    """Give the candidates a codec; omit codes, which can only decode unencoded results."""
     return [
         replace(each, codec=codec)
         for each in candidates
-        if codec is None or not hasattr(each.policy, "code")
+        if codec is None or not each.policy.needs_exact_results
     ]
 
 
@@ -168,12 +211,13 @@ def _check_goal(profile: Profile, goal: Goal) -> None:
 
 
 def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> str:
-    """Say in one sentence why the first is the first."""
+    """Return one sentence on why the first entry is the best."""
     first = entries[0]
     figures = {str(look.candidate): look.figure for look in looks}
     figures |= {entry.text: figure_of(entry.forecast, goal) for entry in entries}
     plain = figures.get("sync()")
     unit = {"time": "s", "dollars": "dollars", "bytes": "MB"}[goal]
+    unit += " a step" if first.forecast.unknown else ""
     scale = 1e6 if goal == "bytes" else 1.0
     figure = figure_of(first.forecast, goal)
     text = f"{first.text} takes {figure / scale:.3g} {unit}"

@@ -1,8 +1,8 @@
 """Whether gradient coding pays on given workers, and with how many stragglers and messages.
 
-Every choice is simulated with the same delays, link and seed, so that all see the same draws. The
-simulator moves messages and computes gradients; encoding and decoding are added to its time, by
-rates that were measured. They are the same for all workers, and so delay every answer alike.
+Every option is simulated with the same delays, link and seed, so that all get the same draws. The
+simulated time holds computing and messages; the time of encoding and decoding is added, at
+measured rates. It is the same for all workers, and so delays every answer equally.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from functools import update_wrapper
 from typing import Generic, ParamSpec
 
 from paceline.core.coordinator import Coordinator, run
-from paceline.core.protocol import MAIN, Policy
+from paceline.core.policy import Policy
+from paceline.core.protocol import MAIN
 from paceline.delays.compound import Delays, resolve
+from paceline.delays.links import Link
 from paceline.delays.models import Trace
 from paceline.engines.base import Job
-from paceline.engines.simulator import Link, Simulator
-from paceline.learners.arrays import Timing
+from paceline.engines.simulator import Simulator
+from paceline.learners.arrays import TimingOnly
 from paceline.policies.coded import Coded
 from paceline.policies.coded import coded as coded_policy
 from paceline.policies.named import sync
 from paceline.policies.wrappers import MinWorkers, Until
 
-LARGEST = 8  # the load d up to which choices are tried: beyond, computing has grown tenfold
-WORTH = 0.05  # of sync's time must be saved, or d times the computing is not worth it
+LARGEST = 8  # the largest load d to try: beyond it, computing grows tenfold
+WORTH = 0.05  # share of sync's time to save, or d times the computing is not worth it
 
-_TRIED = 6  # codes for all steps, of up to 35
+_TRIED = 6  # codes that are simulated for all steps, of up to 35
 
 # Seconds per byte, numpy on one core of a Xeon, float32 (benchmarks/coding.py measures the same).
 _ENCODE = 0.5e-9  # of each part's gradient
@@ -39,12 +41,12 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Option:
-    """One choice and its time; s = 0 with m = 1 is `sync`."""
+    """One code and its time; s = 0 with m = 1 is `sync`."""
 
     stragglers: int
     messages: int
-    seconds: float  # a step takes, on average
-    times: float  # that of sync
+    seconds: float  # of a step, on average
+    times: float  # seconds relative to sync
 
     @property
     def load(self) -> int:
@@ -64,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """`sync` and the quickest codes, by time, and which of them to take."""
+    """`sync` and the fastest codes, sorted by time, with a recommendation."""
 
     n: int
     options: tuple[Option, ...]
@@ -75,7 +77,7 @@ class Advice:
 
     @property
     def quickest(self) -> Option:
-        """The quickest code, whether or not it pays."""
+        """The fastest code, whether or not it pays."""
         return next(option for option in self.options if option.load > 1)
 
     @property
@@ -124,17 +126,17 @@ def advise(
     steps: int = 200,
     seed: int = 0,
 ) -> Advice:
-    """Simulate `sync` and codes up to d = s + m = 8, and say which is quickest.
+    """Simulate `sync` and codes up to d = s + m = 8, and return which is fastest.
 
-    All codes are tried for a tenth of the steps, and the best of them for all.
+    All codes are simulated for a tenth of the steps, and the best six for all steps.
 
     delays: seconds in which a worker computes its share of the batch under `sync`, 1/n of it; one
         model for all, or one for each. Measured seconds are a `Trace` for each worker.
-    n: how many workers.
+    n: the number of workers.
     message_bytes: the size of the model, and of a gradient before it is encoded.
-    link: the workers' connections, as each has them while all send.
-    stragglers: how many a code is to bear; several numbers are tried each.
-    steps: simulated for each choice.
+    link: the workers' connections, with the bandwidth of each while all send.
+    stragglers: how many a code must tolerate; of several numbers each is tried.
+    steps: to simulate for each option.
     """
     if n < 2:
         raise ValueError(f"n={n}: a code needs others who compute the same; use at least 2 workers")
@@ -147,7 +149,7 @@ def advise(
             "one Trace for all makes them slow at the same moments, so that nobody straggles; give "
             f"a sequence of {n} of them, each with the seconds of one worker"
         )
-    resolve(delays, "w0", 0)  # refuses what is no model
+    resolve(delays, "w0", 0)  # raises for a value that is no model
     largest = min(n, LARGEST)
     borne = [stragglers] if isinstance(stragglers, int) else stragglers
     shapes = [(d - m, m) for d in range(2, largest + 1) for m in range(1, d + 1) if d - m in borne]
@@ -183,22 +185,22 @@ def seconds_per_step(
     policy: Policy, engine: Simulator, message_bytes: int, steps: int, seed: int
 ) -> float:
     """Return the simulated seconds of a step, without arithmetic of any kind."""
-    learner = Timing(engine.size, message_bytes)
+    learner = TimingOnly(engine.size, message_bytes)
     coordinator = Coordinator(Until(MinWorkers(engine.size, policy), steps), engine.size)
-    engine.open(Job(learner, learner.server(), seed=seed, min_workers=engine.size))
+    engine.open(Job(learner=learner, server=learner.server(), seed=seed, min_workers=engine.size))
     run({MAIN: coordinator}, engine)
     engine.close()
     return coordinator.ledger.now / steps
 
 
 def _arithmetic(n: int, d: int, m: int, size: int) -> float:
-    """Return the seconds in which a worker encodes, and the server decodes all messages."""
+    """Return the seconds of one worker's encoding and the server's decoding of all messages."""
     encode = d * size * _ENCODE
     return encode + n * size / m * _DECODE
 
 
 class Advised(Generic[P]):
-    """What makes coded policies, together with what says which of them to make."""
+    """A maker of coded policies that also has the function `advise`."""
 
     def __init__(self, make: Callable[P, Coded]) -> None:
         self._make = make

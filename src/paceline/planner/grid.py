@@ -1,11 +1,11 @@
-"""What a plan is chosen from: policies with their knobs, who takes part, and codecs.
+"""The candidates of a plan: policies with their settings, subsets of workers, and codecs.
 
-With n workers, of whom m are the quickest, or the cheapest per sample if money is to be saved:
+With n workers, of which m are the fastest, or the cheapest per sample if dollars are minimized:
 
     sync()
     k_sync(k), bandit(k)                     k = n - 1, 3/4 n, 1/2 n
     Gather(placement=BySpeed())
-    both with all, among m                   m = n - 1, 3/4 n, 1/2 n, 1/4 n, 1, and before a gap
+    sync() and BySpeed() among m             m = n - 1, 3/4 n, 1/2 n, 1/4 n, 1, and before a gap
     ata(n)
     rennala(B)                               B = 1/2 n, n, 2 n
     ringmaster(R), asynchronous()            R = 1/2 n, n, 2 n, 4 n
@@ -13,7 +13,7 @@ With n workers, of whom m are the quickest, or the cheapest per sample if money 
     local_sgd(H), and among m                H = 2, 4, 8, 16, if the learner can
     coded(s, m)                              if `coded.advise` finds that it pays
 
-The simplest come first: of what is equally good, the first is taken.
+The simplest come first: the planner takes the first of equally good candidates.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.core.protocol import Policy, WorkerId
+from paceline.core.policy import Policy
+from paceline.core.protocol import WorkerId
 from paceline.core.state import describe
 from paceline.delays.compound import Scaled
 from paceline.delays.models import Delay
 from paceline.planner.coding import advise
-from paceline.planner.profile import Profile
+from paceline.planner.measure.profile import Profile
 from paceline.policies.named import (
     asynchronous,
     ata,
@@ -39,20 +40,20 @@ from paceline.policies.named import (
     ringmaster,
     sync,
 )
-from paceline.policies.placement import BySpeed
-from paceline.policies.wrappers import Among
+from paceline.policies.placement.base import BySpeed
+from paceline.policies.wrappers import OnlyWorkers
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-LOCAL = 16  # local steps, at most
-NAMED = 8  # workers, up to which a table names them
-GAP = 1.5  # times slower than the one before: a gap
+LOCAL = 16  # limit of local steps
+NAMED = 8  # limit of worker names in a table
+GAP = 1.5  # factor between the times of two workers in order that makes a gap
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A policy, as its user writes it, and the codec of its results."""
+    """A policy, its text as the user would write it, and the codec of its results."""
 
     text: str
     policy: Policy
@@ -95,7 +96,7 @@ def candidates(profile: Profile, by_price: bool = False, seed: int = 0) -> list[
 
 
 def codecs() -> list[Codec]:
-    """Return the codecs that are tried where messages take long."""
+    """Return the codecs to try if messages take long."""
     from paceline.codecs.feedback import Feedback
     from paceline.codecs.quantize import BFloat16, Int8
     from paceline.codecs.sparse import TopK
@@ -104,7 +105,7 @@ def codecs() -> list[Codec]:
 
 
 def messages_share(profile: Profile) -> float:
-    """Return which part of a step's time the quicker half of workers spends on results' way up."""
+    """Return the share of a step's time that the median worker spends on sending its result."""
     share, size = profile.batch_size / profile.size, profile.message_bytes
     parts = sorted(
         size / worker.link.up / worker.seconds(share, size, size)
@@ -115,7 +116,7 @@ def messages_share(profile: Profile) -> float:
 
 
 def _subsets(profile: Profile, by_price: bool) -> Iterator[tuple[WorkerId, ...]]:
-    """Yield groups of the best workers, the largest first."""
+    """Yield subsets of the best workers, the largest first."""
     n, size, prices = profile.size, profile.message_bytes, profile.prices
     seconds = {
         name: worker.seconds(profile.batch_size / n, size, size)
@@ -143,11 +144,11 @@ def _subsets(profile: Profile, by_price: bool) -> Iterator[tuple[WorkerId, ...]]
 def _among(workers: Sequence[WorkerId], each: Candidate) -> Candidate:
     named = ", ".join(repr(name) for name in workers[:NAMED])
     named += f", … {len(workers)} in all" if len(workers) > NAMED else ""
-    return Candidate(f"Among([{named}], {each.text})", Among(workers, each.policy))
+    return Candidate(f"OnlyWorkers([{named}], {each.text})", OnlyWorkers(workers, each.policy))
 
 
 def _coded(profile: Profile, seed: int) -> Candidate | None:
-    if not profile.codes or not 3 <= profile.size <= 64:  # beyond, codes take long to try
+    if not profile.codes or not 3 <= profile.size <= 64:  # with more, codes take long to try
         return None
     share = profile.batch_size / profile.size
     delays: list[Delay] = [Scaled(w.compute, share) for w in profile.workers.values()]
@@ -168,9 +169,8 @@ def _coded(profile: Profile, seed: int) -> Candidate | None:
 
 def _works(policy: Policy, profile: Profile) -> bool:
     try:
-        if check := getattr(policy, "check", None):
-            check(profile.size, profile.batch_size)
-    except ValueError:  # a share of the batch would be less than a sample
+        policy.check(profile.size, profile.batch_size)
+    except ValueError:  # a share of the batch would be below one sample
         return False
     return True
 

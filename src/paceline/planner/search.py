@@ -1,8 +1,7 @@
 """The search behind a plan: a first look at everything, and full simulations of the best.
 
-For a first look a policy is timed for a few steps, which are then repeated with many learning
-rates at once until the target. The best are simulated in full, and those that stay best with more
-seeds.
+A first look times a few steps of a policy, and repeats them with many learning rates at once
+until the target. The best candidates are simulated in full, and the best of these with more seeds.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from paceline.core.coordinator import StalledError
-from paceline.core.protocol import Policy
-from paceline.planner.forecast import Case, Forecast, Outcome, shrinkage, summed
+from paceline.core.errors import StalledError
+from paceline.core.policy import Policy
+from paceline.planner.forecast.forecast import Case, Forecast, Outcome, shrinkage, summed
+from paceline.planner.forecast.predict import fewest_steps
+from paceline.planner.forecast.quadratic import descend, modes_of
+from paceline.planner.forecast.timeline import Timeline
 from paceline.planner.grid import LOCAL, Candidate
-from paceline.planner.predict import fewest_steps
-from paceline.planner.profile import Profile, Surface
-from paceline.planner.quadratic import descend, modes_of
-from paceline.planner.timeline import Timeline
+from paceline.planner.measure.profile import Profile, Surface
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
@@ -27,22 +26,22 @@ if TYPE_CHECKING:  # which needs torch
 Goal: TypeAlias = Literal["time", "dollars", "bytes"]
 
 TIE = 0.03
-"""Relative: what is closer to the best is as good, and the simpler of them is taken."""
+"""Relative difference from the best that counts as a tie; the simplest candidate wins it."""
 RISKY = 0.2
-"""A plan of more risk comes behind all others."""
+"""Candidates of a higher risk rank behind all others."""
 
 SLACK = 1.05
-"""Times the fewest steps: of the learning rates that need no more, the smallest is taken."""
+"""The smallest learning rate that needs at most this many times the fewest steps is taken."""
 
-_EVENTS = 4000  # of a first look, and so fewer steps with more workers
-_LEAST = 30  # steps of a first look, in which what diverges is seen to
-_DIRECTIONS = 640  # of a first look, by which the loss is close to what is expected
-_TASKS = 8000  # of the simulations of the first, over which its seeds are spread
-_LOOKS = 0.6  # of the time of a search that first looks take, about: 10.6 of 16.7 s of 32 workers
-_TAMED = 4  # learning rates, of which the last three are lower than at the first look
-_RATES = 16  # learning rates, each 1/sqrt(2) of the one before
-_LOWER = 6  # times that four lower ones are added if none may reach the target
-_FIRST = 2 * sqrt(2)  # the first, over the largest curvature: beyond 2 nothing is stable
+_EVENTS = 4000  # events of a first look, and so fewer steps with more workers
+_LEAST = 30  # minimum of steps of a first look, to detect divergence
+_DIRECTIONS = 640  # directions of a first look: enough for a loss close to its expectation
+_TASKS = 8000  # simulated tasks of the best candidate, divided among its seeds
+_LOOKS = 0.6  # approximate share of first looks in a search: 10.6 of 16.7 s with 32 workers
+_TAMED = 4  # learning rates to try in full, the last three lower than that of the first look
+_RATES = 16  # lower learning rates to try, each 1/sqrt(2) of the one before
+_LOWER = 6  # limit of rounds that add four lower rates if none can reach the target
+_FIRST = 2 * sqrt(2)  # the first rate times the largest curvature: above 2 SGD is unstable
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Look:
-    """A first look at a candidate: its best learning rate, and the figure to be minimized there."""
+    """A first look at a candidate: its best learning rate, and the cost to minimize there."""
 
     candidate: Candidate
     place: int  # in the grid
     learning_rate: float
-    steps: int
+    steps: int  # 0 if they are unknown
     figure: float
 
 
 class Search:
-    """Goes through candidates, with what it has found so far."""
+    """Compares candidates; later ones are dropped early if they cost more than the best so far."""
 
     def __init__(
         self,
@@ -77,45 +76,45 @@ class Search:
         target: float,
         goal: Goal,
         learning_rate: float | None,
-        most: int,
+        max_steps: int,
         patience: float,
         seed: int,
-        told: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self._profile, self._surface, self._target, self._goal = profile, surface, target, goal
         self._modes = modes_of(surface, target, _DIRECTIONS)
-        self._most, self._patience, self._seed = most, patience, seed
+        self._max_steps, self._patience, self._seed = max_steps, patience, seed
         if learning_rate is None:
             self._rates = [_FIRST / surface.top / sqrt(2) ** i for i in range(_RATES + 1)]
         else:
             self._rates = [learning_rate]
-            self._modes = replace(self._modes, sharpest=0.0)  # which is a risk to be told
+            self._modes = replace(self._modes, sharpest=0.0)  # reported as a risk instead
         self._steps = min(max(_EVENTS // profile.size, 10), 80)
-        if learning_rate is None:  # where noise holds the loss up, lower ones are needed
+        if learning_rate is None:  # if noise keeps the loss too high, add lower rates
             for _ in range(_LOWER):
                 if not self.hopeless():
                     break
                 self._rates += [self._rates[-1] / sqrt(2) ** i for i in (1, 2, 3, 4)]
-        self._told = told or (lambda share: None)
+        self._on_progress = on_progress or (lambda share: None)
         self._best = inf
         self._lowest = inf  # loss seen
         self.tried = 0
 
     def hopeless(self) -> bool:
-        """Tell whether by theory no learning rate can reach the target, even with local steps."""
+        """Return whether by theory no learning rate reaches the target, even with local steps."""
         modes, batch = modes_of(self._surface, self._target), self._profile.batch_size
         steps = [fewest_steps(modes, batch, rate, self._target) for rate in self._rates]
-        return min(steps) > self._most * (LOCAL if self._profile.local_steps else 1)
+        return min(steps) > self._max_steps * (LOCAL if self._profile.local_steps else 1)
 
     def look(self, candidates: Sequence[Candidate]) -> list[Look]:
-        """Time each for some steps, and repeat them until the target."""
+        """Time some steps of each candidate, and repeat them until the target."""
         found = []
         for place, candidate in enumerate(candidates):
-            self._told(_LOOKS * place / len(candidates))
+            self._on_progress(_LOOKS * place / len(candidates))
             self.tried += 1
             try:
                 look = self._look(candidate)
-            except StalledError:  # it waits for more results than there can be
+            except StalledError:  # it waits for more results than can arrive
                 continue
             if look is not None:
                 self._best = min(self._best, look.figure)
@@ -126,16 +125,16 @@ class Search:
         shrunk, kept = shrinkage(candidate.codec, self._profile)
         timeline = Timeline(candidate.policy, self._profile, self._seed, shrunk)
         timeline.reach(self._steps)
-        steps = timeline.repeated(self._most)
+        steps = timeline.repeated(self._max_steps)
         hits: dict[int, int] = {}  # by the place of the rate
         for step, losses in enumerate(descend(self._modes, self._rates, steps, self._seed, kept)):
             self._lowest = min(self._lowest, float(losses.min()))
             for place in (losses <= self._target).nonzero()[0].tolist():
                 hits.setdefault(place, step)
-            # Twice the rate is as much as twice the curvature, and must not diverge.
+            # Twice the rate acts like twice the curvature, and must not diverge either.
             sound = {p: at for p, at in hits.items() if losses[max(p - 2, 0)] < self._surface.loss}
             fewest = min(sound.values(), default=0)
-            if sound and step >= min(max(SLACK * fewest, _LEAST), self._most - 1):
+            if sound and step >= min(max(SLACK * fewest, _LEAST), self._max_steps - 1):
                 place = max(p for p, at in sound.items() if at <= SLACK * fewest)
                 figure = self._cost(timeline, sound[place])
                 return Look(candidate, self.tried, self._rates[place], sound[place] + 1, figure)
@@ -150,14 +149,14 @@ class Search:
         return {"time": seconds, "dollars": dollars, "bytes": size}[self._goal]
 
     def halve(self, looks: Sequence[Look], seeds: int | None) -> list[Entry]:
-        """Simulate all with few seeds, the better half of them with twice as many, and so on."""
+        """Simulate all with few seeds, then the better half with twice as many, and so on."""
         if seeds is None:
             seeds = min(max(_TASKS // (looks[0].steps * self._profile.size), 4), 32)
         count = max(seeds // 4, 1)
         runs: dict[int, list[Outcome]] = {}
         left, behind = list[Look](), list[Look]()
         for place, look in enumerate(looks):
-            self._told(_LOOKS + (1 - _LOOKS) * place / len(looks))
+            self._on_progress(_LOOKS + (1 - _LOOKS) * place / len(looks))
             tame, runs[look.place] = self._tamed(look, count)
             left.append(tame)
         while True:
@@ -178,7 +177,7 @@ class Search:
         ]
 
     def _tamed(self, look: Look, seeds: int) -> tuple[Look, list[Outcome]]:
-        """Lower the learning rate until there is little risk, a few times; return the runs too."""
+        """Lower the learning rate up to three times until the risk is low; return the runs too."""
         for left in reversed(range(_TAMED)):
             runs = [self._case(look).simulate(self._seed + each) for each in range(seeds)]
             risk = summed(runs, nan, self._target, look.learning_rate).risk
@@ -189,7 +188,7 @@ class Search:
 
     def _case(self, look: Look) -> Case:
         each, figures = look.candidate, (look.learning_rate, self._target)
-        return Case(each.policy, self._profile, *figures, each.codec, self._most)
+        return Case(each.policy, self._profile, *figures, each.codec, self._max_steps)
 
     def _order(self, runs: dict[int, list[Outcome]]) -> Callable[[Look], tuple[int, float, int]]:
         def order(look: Look) -> tuple[int, float, int]:
@@ -202,7 +201,7 @@ class Search:
     def _settled(
         self, ranked: Sequence[Look], runs: dict[int, list[Outcome]]
     ) -> list[Look]:  # fmt: skip
-        """Put first, of what is as good as the best, the quickest, and of these the simplest."""
+        """Put the fastest of the candidates that tie with the best first; break ties by order."""
         order = self._order(runs)
         trouble, best, _ = order(ranked[0])
         close = [
@@ -222,20 +221,23 @@ class Search:
         return Entry(str(each), each.policy, each.codec, look.learning_rate, found)
 
     def unreachable(self) -> str:
-        """Say how far it went."""
-        text = f"no policy reaches a loss of {self._target:g} within {self._most} steps"
+        """Return the text of the error that no policy reaches the target."""
+        text = f"no policy reaches a loss of {self._target:g} within {self._max_steps} steps"
         if isfinite(self._lowest):
             text += f"; the lowest loss seen is {self._lowest:.4g}"
         floor = self._surface.noise / self._profile.batch_size
         text += (
             f". With batches of {self._profile.batch_size} samples noise holds the loss up by "
             f"about {floor / 4:.3g} times the learning rate: use a higher target, a larger "
-            "batch, more steps (most=), or another learning rate"
+            "batch, more steps (max_steps=), or another learning rate"
         )
         return text
 
 
 def figure_of(found: Forecast | Outcome, goal: Goal) -> float:
+    """Return the cost to minimize: until the target, or of a step if the steps are unknown."""
+    if isinstance(found, Forecast) and found.unknown:
+        return found.per_step["seconds" if goal == "time" else goal]
     return {"time": found.seconds, "dollars": found.dollars, "bytes": found.bytes}[goal]
 
 

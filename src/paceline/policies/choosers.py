@@ -1,7 +1,7 @@
-"""How many results a step waits for, where that changes as training goes on.
+"""Choosers: the number of results that a step waits for, if it changes during training.
 
-More results make a step's noise smaller only if each brings its own samples, as in
-`Gather(k=…, work=Work(samples=32))`; otherwise each of k results is 1/k of a constant batch.
+More results reduce a step's noise only if each adds its own samples, as in
+`Gather(k=…, work=Work(samples=32))`. Otherwise each of k results is 1/k of a constant batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import ceil, fsum, inf, isfinite, log
 from typing import Literal, Protocol
 
 from paceline.core.protocol import Event, Stepped, View, Want
+from paceline.core.schema import Schema
 
 
 class Chooser(Protocol):
@@ -31,17 +32,18 @@ class Chooser(Protocol):
     def learn(self, view: View, event: Event) -> None: ...
 
 
-# --- plans made beforehand -----------------------------------------------------------------------
+# --- schedules fixed in advance ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Waits for `plan[start]` results from each start on: a number of steps, or of seconds."""
+    """Waits for `plan[start]` results from each start on; `unit` is that of the starts."""
 
     plan: Mapping[int, int] | Mapping[float, int]
     unit: Literal["steps", "seconds"] = "steps"
     _starts: tuple[float, ...] = field(default=(), init=False, repr=False)
     _sizes: tuple[int, ...] = field(default=(), init=False, repr=False)
+    schema = Schema("schedule", 1)
 
     def __post_init__(self) -> None:
         if self.unit not in ("steps", "seconds"):
@@ -90,21 +92,21 @@ def switching_times(
     samples: int,
     gap: float,
 ) -> list[tuple[float, float]]:
-    """Return when to go from k to k + 1 results, for k = 1, 2, …, and the error bound then.
+    """Return for k = 1, 2, … the time to go from k to k + 1 results and the error bound then.
 
     seconds: expected seconds of a step that waits for 1, 2, … results.
     smoothness, convexity: L and c of the loss.
-    variance: of the gradient of one sample, of which each result has `samples`.
-    gap: how far the loss is from its minimum at the start.
+    variance: the variance of the gradient of one sample; each result has `samples` of them.
+    gap: the distance of the loss from its minimum at the start.
 
     After j steps the error is at most a_k + (1 - lr c)^j (gap - a_k), a_k = lr L variance /
     (2 c k samples). Switching times that minimize this bound at every time: Kas Hanna, Bitar,
     Parag, Dasari, El Rouayheb (2020, arXiv 2002.11005).
     """
     _check_bound(seconds, lr, smoothness, convexity, variance, samples, gap)
-    # Re-derived and not quoted. With k the bound falls at a speed proportional to
-    # (error - a_k) / seconds_k, so k + 1 is better as soon as that of k + 1 is the larger one. The
-    # two coincide at error = a_k + seconds_k (a_k - a_(k+1)) / (seconds_(k+1) - seconds_k).
+    # Derived here, not quoted. With k the bound falls at a speed proportional to
+    # (error - a_k) / seconds_k, so k + 1 is better as soon as its speed is larger. Both speeds are
+    # equal at error = a_k + seconds_k (a_k - a_(k+1)) / (seconds_(k+1) - seconds_k).
     floor = lr * smoothness * variance / (2 * convexity * samples)  # a_k is floor / k
     now, error = 0.0, gap
     times = []
@@ -126,7 +128,7 @@ def bound_optimal(
     samples: int,
     gap: float,
 ) -> Schedule:
-    """Make a schedule of the `switching_times` of these arguments."""
+    """Return the schedule with the `switching_times` of these arguments."""
     times = switching_times(seconds, lr, smoothness, convexity, variance, samples, gap)
     return Schedule({0.0: 1} | {at: k for k, (at, _) in enumerate(times, start=2)}, "seconds")
 
@@ -148,11 +150,11 @@ def _check_bound(seconds: Sequence[float], lr: float, *others: float) -> None:
         )
 
 
-# --- plans made from what steps say --------------------------------------------------------------
+# --- choosers that use the statistics of steps ---------------------------------------------------
 
 
 class _Grows:
-    """What both tests have in common: k, and which steps were made with it."""
+    """The common part of both tests: k, and the last step that had another k."""
 
     first: int
     last: int
@@ -179,44 +181,47 @@ class _Grows:
         self._k = self.first
 
     def _is_of_k(self, event: Stepped) -> bool:
-        """Tell whether the event has a product, both of whose steps were made with this k.
+        """Return whether the event has an inner product of two steps that both had this k.
 
-        The product of the very first step, which is 0.0, has none before it.
+        The very first step has no step before it, so its product, 0.0, does not count.
         """
         return "dot" in event.stats and event.version - self.lag > self._before
 
     def _grow(self, view: View, k: float) -> None:
         self._k = int(min(k, self.last))
-        self._before = view.version + 1  # which is begun, with the k before
+        self._before = view.version + 1  # the step in progress still has the old k
 
 
 @dataclass
 class GrowWhenStationary(_Grows):
-    """Waits for `step` more results whenever training has come to a standstill.
+    """Waits for `step` more results whenever training has become stationary.
 
-    Far from the optimum successive steps point the same way; at a standstill, where noise throws
-    the model to and fro, their product is negative more often than not. A counter goes up by 1
-    with each negative product and down by 1 with each other one; once it is above `threshold`,
-    more than `burn_in` steps after the last change, k grows and the counter starts anew. Pflug
-    (1990); for k as in Kas Hanna et al. (2020, arXiv 2002.11005).
+    Far from the optimum, successive steps point the same way. In the stationary phase noise moves
+    the model back and forth, and the inner product of steps is negative more often than not. A
+    counter goes up by 1 with each negative product and down by 1 with each other one. Once it is
+    above `threshold`, more than `burn_in` steps after the last change, k grows and the counter
+    restarts. Pflug (1990); for k as in Kas Hanna et al. (2020, arXiv 2002.11005).
 
     With a learning rate lr and a curvature h the product is negative with probability 1/2 +
     asin(lr h / 2) / pi in one dimension, so `threshold` should be several times 1 / (lr h).
-    The counter has no floor: a long way down takes long to be made up for.
+    The counter has no lower bound: after a long decrease it needs as long an increase.
 
-    lag: how many steps before the other factor is. Under a delay of d versions it must be d + 1:
-        at every shorter lag the product stays positive at the standstill, and k never grows.
+    lag: the steps between the two factors. Under a staleness of d versions it must be d + 1: at
+        every shorter lag the product stays positive in the stationary phase, and k never grows.
     """
 
     first: int
     last: int
     step: int = 1
-    threshold: int = 10  # ours, as is burn_in: the paper's could not be had
+    threshold: int = 10  # our own values, also burn_in: those of the paper were not available
     burn_in: int = 100
     lag: int = 1
     _k: int = field(default=0, init=False, repr=False)
     _before: int = field(default=0, init=False, repr=False)  # the last step with another k
     _count: int = field(default=0, init=False, repr=False)
+    schema = Schema(
+        "grow_when_stationary", 1, {"k": "_k", "changed_at": "_before", "count": "_count"}
+    )
 
     def __post_init__(self) -> None:
         self._begin()
@@ -244,13 +249,13 @@ class GrowWhenStationary(_Grows):
 class GrowOnNoise(_Grows):
     """Waits for more results once a step's noise is above `noise` times its signal.
 
-    Steps of independent samples have in common the gradient G alone: E<g_j, g_(j - lag)> is about
-    |G|^2, and E|g_j|^2 is |G|^2 + V / k. From the means of both over the last `memory` products,
-    k grows when V / k > noise |G|^2, to where they would be equal and at most twofold; then the
-    means start anew. The norm test of Byrd, Chin, Nocedal, Wu (2012) and Bollapragada, Byrd,
-    Nocedal (2018, arXiv 1710.11258), without the gradients of single samples.
+    Steps on independent samples share only the gradient G: E<g_j, g_(j - lag)> is about |G|^2, and
+    E|g_j|^2 is |G|^2 + V / k. The last `memory` products give the means of both. If
+    V / k > noise |G|^2, k grows to the value at which both sides would be equal, at most twofold;
+    then the means restart. This is the norm test of Byrd, Chin, Nocedal, Wu (2012) and
+    Bollapragada, Byrd, Nocedal (2018, arXiv 1710.11258), without gradients of single samples.
 
-    lag: as in `GrowWhenStationary`; under a delay of d versions use d + 1.
+    lag: as in `GrowWhenStationary`; under a staleness of d versions use d + 1.
     """
 
     first: int
@@ -261,6 +266,7 @@ class GrowOnNoise(_Grows):
     _k: int = field(default=0, init=False, repr=False)
     _before: int = field(default=0, init=False, repr=False)  # the last step with another k
     _seen: list[tuple[float, float]] = field(default_factory=list, init=False, repr=False)
+    schema = Schema("grow_on_noise", 1, {"k": "_k", "changed_at": "_before", "products": "_seen"})
 
     def __post_init__(self) -> None:
         self._begin()

@@ -1,4 +1,4 @@
-"""Step as soon as the answers at hand decode to the gradient of the whole batch."""
+"""Gradient coding: step as soon as the held results decode to the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 from paceline.codes.base import Code, Collector, NotDecodable
 from paceline.codes.hybrid import hybrid
+from paceline.core.checks import check_whole
+from paceline.core.errors import WrongGradients
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -26,29 +29,31 @@ from paceline.core.protocol import (
     Work,
     WorkerId,
 )
+from paceline.core.schema import converted
 
-_NOISE = 1e-4  # of the sketches' size, by which rounding alone may make them differ
+_NOISE = 1e-4  # of the sketches' size: the difference that rounding alone may cause
 
 
 @dataclass
-class Coded:
-    """Gives each worker a row of a gradient code: some parts of the batch, which others have too.
+class Coded(Policy):
+    """Gives each worker a row of a gradient code: parts of the batch that other workers share.
 
-    The batch is cut into as many parts as the code has. All who have a part compute it on the same
-    samples; each sends one combination of its parts, m times shorter than the model. The step
-    is taken when what has come decodes, and the rest is cancelled. Every step uses the whole
-    batch, so that the trajectory is that of `sync`, up to rounding.
+    The code cuts the batch into parts. All workers with a part compute it on the same samples. Each
+    worker sends one combination of its parts, m times shorter than the model. The step is taken as
+    soon as the results decode, and the other tasks are cancelled. Every step uses the whole batch,
+    so the trajectory is that of `sync`, up to rounding.
 
-    code: for as many workers as it has rows; or what makes one for a number of workers, and then
-        it is made anew for those who are there when others have been away for `patience` steps.
-    wait: answers after which an approximate code decodes; an exact one tells when it can.
-    verify: answers beyond those that decode in any case: 1 shows that some worker returned a wrong
-        gradient, and the step fails; 2 tell which one, whose result is then left out, and who is
-        counted in `suspects`. No more than the code's stragglers. It takes n decodings a step:
-        for some hundred workers at the most.
+    code: a code with one row per worker; or a function that makes a code for a number of workers.
+        The function makes a new code for the connected workers once a row had no worker for
+        `patience` steps, or when there are more workers than rows.
+    wait: results after which an approximate code decodes; an exact code needs no such number.
+    verify: extra results beyond those that suffice to decode. With 1, a wrong gradient of a worker
+        is detected and the step fails. With 2, the wrong result is identified and left out, and
+        its worker is counted in `suspects`. At most the code's stragglers. It takes n decodings a
+        step, so use it for at most some hundred workers.
 
-    The row of a worker that left goes to one who has none. Where there is none and the others are
-    not enough, one that has answered takes it as well.
+    The row of a worker that left goes to a worker without a row. If there is none and the other
+    rows do not suffice, a worker that has returned its own result computes that row as well.
     """
 
     code: Code | Callable[[int], Code]
@@ -62,18 +67,24 @@ class Coded:
     _vacant: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # since version
     _round: int = field(default=-1, init=False, repr=False)
     _answers: dict[int, TaskId] = field(default_factory=dict, init=False, repr=False)
-    _open: dict[int, None] = field(default_factory=dict, init=False, repr=False)  # to be given out
-    _short: bool = field(default=False, init=False, repr=False)  # more are away than may be
+    _open: dict[int, None] = field(default_factory=dict, init=False, repr=False)  # unassigned rows
+    _short: bool = field(default=False, init=False, repr=False)  # too few rows have a worker
     _resumed: bool = field(default=False, init=False, repr=False)
-    _idle: frozenset[int] = field(default=frozenset(), init=False, repr=False)  # rows of no part
-    _seated: int = field(default=0, init=False, repr=False)  # of the other rows
+    _idle: frozenset[int] = field(default=frozenset(), init=False, repr=False)  # without parts
+    _seated: int = field(default=0, init=False, repr=False)  # rows with a worker and parts
+    schema = converted("coded", 1, "n", "suspects", "seats", "vacant", "round", "answers")
+
+    needs_exact_results = True
 
     @property
     def wants(self) -> frozenset[Want]:
         return frozenset({"sketch"} if self.verify else ())
 
+    def works(self) -> tuple[Work]:
+        return (Work(parts={0: 1.0}),)
+
     def check(self, workers: int, batch: int) -> None:
-        """Refuse what cannot work with so many workers and such a batch."""
+        """Raise ValueError if the code does not fit this many workers and this batch."""
         code = self.code(workers) if callable(self.code) else self.code
         if code.n != workers:
             raise ValueError(
@@ -125,10 +136,10 @@ class Coded:
         result = view.held[id]
         row = result.task.work.tag
         assert isinstance(row, int) and self._collector is not None
-        if view.delay(result) or not result.samples or row in self._answers:
+        if view.staleness(result) or not result.samples or row in self._answers:
             yield Discard(id)
-            if not view.delay(result) and row not in self._answers:
-                self._open[row] = None  # nothing came of it
+            if not view.staleness(result) and row not in self._answers:
+                self._open[row] = None  # it returned no sample: assign the row again
             return
         self._answers[row] = id
         self._collector.add(row)
@@ -140,7 +151,7 @@ class Coded:
         return self._collector.ready and len(self._answers) >= self._enough()
 
     def _enough(self) -> int:
-        """Return the answers that tell a wrong one, whoever is missing."""
+        """Return the number of results that `verify` needs, whichever workers are missing."""
         assert self._made is not None
         if not self.verify:
             return 0
@@ -148,9 +159,9 @@ class Coded:
         return min(working - self._made.stragglers + self.verify, working)
 
     def _weights(self, view: View) -> dict[TaskId, Coefficients]:
-        """Return the decoder's coefficients, which make the mean over parts of their sum."""
+        """Return the decoder's coefficients, divided by the number of parts to get the mean."""
         assert self._made is not None
-        rows = dict.fromkeys(sorted(self._answers))  # sums do not depend on who was first
+        rows = dict.fromkeys(sorted(self._answers))  # sums do not depend on the arrival order
         if self.verify:
             for row in self._wrong(view):
                 worker = view.held[self._answers[row]].task.worker
@@ -163,17 +174,17 @@ class Coded:
         }
 
     def _wrong(self, view: View) -> list[int]:
-        """Return the row that contradicts the others, if any does."""
+        """Return the rows whose results contradict the others; raise if they are ambiguous."""
         code, rows = self._made, sorted(self._answers)
         assert code is not None
         sketches = {row: view.held[self._answers[row]].stats["sketch"] for row in rows}
         if broken := [row for row in rows if not isfinite(sketches[row])]:
-            # If nearly all are, training itself has diverged, which the loss will tell.
+            # If more are not finite, training itself has diverged, which the loss shows.
             return broken if len(broken) <= self.verify else []
         noise = _NOISE * max(abs(value) for value in sketches.values())
 
         def total(leaving_out: tuple[int, ...]) -> tuple[float, ...] | None:
-            """Return the sketch of each block of the sum, from the others."""
+            """Return the sketch of each block of the sum, decoded without some rows."""
             try:
                 decoder = code.decode([row for row in rows if row not in leaving_out])
             except NotDecodable:
@@ -201,14 +212,14 @@ class Coded:
         return alone
 
     def _collect(self) -> None:
-        """Count the answers that there are."""
+        """Rebuild the collector from the held results."""
         if self._made is not None:
             self._collector = self._made.collector()
             for row in self._answers:
                 self._collector.add(row)
 
     def _compare(self, view: View) -> None:
-        """After a resume, hold what is known against the books: an engine may have begun anew."""
+        """After a resume, reconcile rows and results with the ledger of a restarted engine."""
         self._resumed = False
         for worker in [worker for worker in self._seats if worker not in view.workers]:
             self._vacant[self._seats.pop(worker)] = view.version
@@ -220,7 +231,7 @@ class Coded:
     # --- rows ------------------------------------------------------------------------------------
 
     def _begin(self, view: View) -> None:
-        """At a new version start a round; seat whom a row is free for."""
+        """Start a round at a new version; give free rows to workers without a row."""
         if self._round != view.version:
             away = any(view.version - since >= self.patience for since in self._vacant.values())
             spare = not self._vacant and len(view.workers) > len(self._seats)
@@ -233,7 +244,7 @@ class Coded:
         self._seat(view)
 
     def _make(self, view: View) -> None:
-        """Make the code for those who are there, and seat everyone anew."""
+        """Make the code for the connected workers, and free all rows."""
         self._take_code(len(view.workers))
         assert self._made is not None
         self._seats, self._vacant = {}, dict.fromkeys(range(self._made.n), view.version)
@@ -256,8 +267,8 @@ class Coded:
         self._look_around(view)
 
     def _look_around(self, view: View) -> None:
-        """See what has to be given out: the rows of all who are there, and if these are not enough,
-        vacant ones too."""
+        """Find the rows to assign: those of connected workers, and vacant rows if these do not
+        suffice to decode."""
         assert self._made is not None
         watch = self._made.collector()
         there = [*self._seats.values(), *(row for row in self._answers if row in self._vacant)]
@@ -266,7 +277,7 @@ class Coded:
         self._short = bool(self._vacant) and not (decodes and len(working) >= self._enough())
         self._seated = sum(row not in self._idle for row in self._seats.values())
         tasks = [*view.running.values(), *(result.task for result in view.held.values())]
-        given = {task.work.tag for task in tasks if not view.delay(task)}
+        given = {task.work.tag for task in tasks if not view.staleness(task)}
         rows = sorted([*self._seats.values(), *(self._vacant if self._short else ())])
         self._open = {row: None for row in rows if row not in given}
 
@@ -275,11 +286,11 @@ class Coded:
             return
         holders = {row: worker for worker, row in self._seats.items()}
         for row in list(self._open):
-            if row in self._idle:  # too slow for any part
+            if row in self._idle:  # its worker is too slow for any part
                 del self._open[row]
                 continue
             worker = holders.get(row)
-            if worker is None:  # vacant: whoever has nothing to do
+            if worker is None:  # vacant: any idle worker
                 worker = next((w for w in view.idle if self._seats.get(w) not in self._open), None)
             if worker is not None and worker in view.idle:
                 del self._open[row]
@@ -312,22 +323,18 @@ class Coded:
             state["vacant"],
         )
         self._round, self._answers = state["round"], state["answers"]
-        self._resumed = True  # the rest is found by looking around
+        self._resumed = True  # `_compare` recomputes the rest
         self._collect()
 
 
-class WrongGradients(RuntimeError):
-    """Workers that computed the same have different results."""
-
-
 def code_for(n: int, stragglers: int, messages: int) -> Code:
-    """Return an exact code for n workers; for fewer than it needs, one that bears less."""
+    """Return an exact code for n workers, with less redundancy if n is too small."""
     d = min(stragglers + messages, n)
     return hybrid(n, d, min(messages, d))
 
 
 def coded(stragglers: int = 1, messages: int = 1, verify: int = 0) -> Coded:
-    """Take every step on the whole batch, whichever `stragglers` workers are missing.
+    """Take every step on the whole batch, even if any `stragglers` workers are missing.
 
     Gradient coding (Tandon et al., 2017, arXiv 1612.03301; with messages shorter than the model,
     Ye and Abbe, 2018, arXiv 1802.03475; from any linear code, Kadhe, Koyluoglu and Ramchandran,
@@ -335,9 +342,7 @@ def coded(stragglers: int = 1, messages: int = 1, verify: int = 0) -> Coded:
     as under `sync`, and sends 1/messages of the model's size.
     verify: as in `Coded`.
     """
-    if stragglers < 0 or messages < 1:
-        raise ValueError(
-            f"stragglers={stragglers}, messages={messages}: use stragglers >= 0, messages >= 1"
-        )
+    check_whole("stragglers", stragglers, 0)
+    check_whole("messages", messages)
     make = partial(code_for, stragglers=stragglers, messages=messages)
     return Coded(make, verify=verify)

@@ -1,10 +1,12 @@
-"""Step after a fixed time with whatever was done in it."""
+"""Step after a fixed time on the samples computed in that time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from paceline.core.checks import check_seconds
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -21,32 +23,36 @@ from paceline.core.protocol import (
     Work,
     WorkerId,
 )
+from paceline.core.schema import Schema
 from paceline.policies.gather import Combine, in_order, mean
-from paceline.policies.placement import Placement
+from paceline.policies.placement.base import Placement, as_placement
 
 TIMER = "deadline"
 
 
 @dataclass
-class Deadline:
-    """Give everyone `budget` seconds of computing, then step on all that was done.
+class Deadline(Policy):
+    """Gives every worker `budget` seconds to compute, then steps on all samples computed.
 
-    In the manner of anytime minibatches (Ferdinand et al., 2019, arXiv 2006.05752). The step is
-    taken when all have reported, at the latest `period` seconds after the round began. Results
-    are weighed by their samples. This is the one policy whose batch varies: a round uses what
-    was computed in it, at most the global batch from each worker. The learning rate stays.
+    Follows anytime minibatches (Ferdinand et al., 2019, arXiv 2006.05752). The step is taken when
+    all workers have reported, or with the results held `period` seconds after the round began.
+    Results are weighted by their samples. This is the only policy whose batch varies: a round uses
+    the samples computed in it, at most the global batch from each worker. The learning rate stays.
     """
 
     period: float
-    budget: float | None = None  # by default 80 % of the period, the rest is for messages
+    budget: float | None = None  # by default 80 % of the period; the rest is for messages
     combine: Combine = mean
     placement: Placement | None = None
     wants: frozenset[Want] = frozenset()
+    schema = Schema("deadline", 1, parts={"combine": "combine", "placement": "placement"})
 
     def __post_init__(self) -> None:
+        check_seconds("period", self.period)
         if self.budget is None:
             self.budget = 0.8 * self.period
-        if not 0 < self.budget <= self.period:
+        check_seconds("budget", self.budget)
+        if self.budget > self.period:
             raise ValueError(
                 f"budget={self.budget:g} of period={self.period:g} seconds: "
                 "use 0 < budget <= period"
@@ -58,15 +64,21 @@ class Deadline:
             )
 
     def check(self, workers: int, batch: int) -> None:
-        """Refuse what cannot work with so many workers and such a batch."""
+        """Raise ValueError if the placement cannot work with these workers and this batch."""
         if self.placement is not None:
             self.placement.check(workers, [batch / workers] * workers)
 
     @property
     def work(self) -> Work:
-        """What every worker is given."""
+        """The work of every task."""
         assert self.budget is not None
         return Work(budget=self.budget)
+
+    def works(self) -> tuple[Work]:
+        return (self.work,)
+
+    def placed(self, placement: object) -> Deadline:
+        return replace(self, placement=as_placement(placement))
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if self.placement is not None:
@@ -102,12 +114,12 @@ class Deadline:
             return Assign(worker, redo=lost.id)
         if self.placement is None:
             return Assign(worker, self.work)
-        # Whatever it does of it in its time: all of the batch, drawn from all of its tiles.
+        # Up to the whole batch, drawn from all tiles (data shards) of the worker.
         self.placement.sizes(view, [worker], view.batch, view.batch, None)
         work = replace(self.work, samples=view.batch)
         return Assign(worker, self.placement.work(view, worker, work))
 
 
 def deadline(period: float, budget: float | None = None) -> Deadline:
-    """Step every `period` seconds on what was computed in them."""
+    """Step every `period` seconds on the samples computed in that time."""
     return Deadline(period, budget)

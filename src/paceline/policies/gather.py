@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
+from numbers import Integral, Real
 from typing import TypeAlias
 
+from paceline.core.checks import check_whole
+from paceline.core.policy import Findings, Policy
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -15,6 +18,7 @@ from paceline.core.protocol import (
     Discard,
     Event,
     Finished,
+    Prices,
     Result,
     Step,
     Task,
@@ -24,62 +28,64 @@ from paceline.core.protocol import (
     Work,
     WorkerId,
 )
+from paceline.core.schema import Schema
 from paceline.policies.choosers import Chooser
-from paceline.policies.placement import Placement
-from paceline.policies.selectors import Allocate, Everyone, Selector
+from paceline.policies.placement.base import Placement, as_placement
+from paceline.policies.selection.selectors import Allocate, Bandit, Everyone, Selector
 
 Combine: TypeAlias = Callable[[View, Collection[Result]], dict[TaskId, float]]
 MakeWork: TypeAlias = Callable[[View, WorkerId], Work]
 
 
 def in_order(results: Iterable[Result]) -> list[Result]:
-    """Sort by place in the data, so that sums do not depend on who was first."""
+    """Sort results by their offset in the data, so sums do not depend on the order of arrival."""
 
     def place(result: Result) -> tuple[int, int, TaskId]:
         task = result.task
-        return task.draw, min(task.work.tiles or (0,)), task.id
+        return task.offset, min(task.work.tiles or (0,)), task.id
 
     return sorted(results, key=place)
 
 
 def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
-    """Weigh by samples: the step is the gradient of all samples together, whatever the shares."""
+    """Weight results by their samples, so the step is the mean gradient of all samples."""
     total = sum(result.samples for result in results)
     return {result.task.id: result.samples / total for result in in_order(results)}
 
 
-def faded(view: View, results: Collection[Result]) -> dict[TaskId, float]:
-    """Let older results weigh less: `mean` times 1 / (1 + delay).
+def staleness_weighted(view: View, results: Collection[Result]) -> dict[TaskId, float]:
+    """Give older results less weight: `mean` times 1 / (1 + staleness).
 
-    In the manner of staleness-aware asynchronous SGD (Zhang et al., 2016, arXiv 1511.05950).
+    Follows staleness-aware asynchronous SGD (Zhang et al., 2016, arXiv 1511.05950).
     """
     weights = mean(view, results)
-    return {id: weight / (1 + view.delay(view.held[id])) for id, weight in weights.items()}
+    return {id: weight / (1 + view.staleness(view.held[id])) for id, weight in weights.items()}
 
 
 @dataclass
-class Gather:
-    """Step as soon as `k` usable results are held.
+class Gather(Policy):
+    """Steps as soon as `k` usable results are held.
 
-    k: results per step; None: as many as there are workers when the round begins; or a chooser.
-        A selector may give a worker several of the k shares at once, which then come as one.
-    max_delay: a result is usable while the model has moved at most this many versions.
-    refill: a worker that has delivered starts again at once; otherwise it waits for the step.
-    preempt: a step cancels work whose result could no longer be used.
-    select: who gets a task.
-    hedge: spare tasks given beyond k; what is still running when k are there is cancelled.
-    work: what a task is; unless it says how many samples, each gets 1/k of the global batch, so
-        that a step uses `batch_size` samples whatever `k` is. When k does not divide it and not
-        everyone is awaited, the count may be off by fewer than k samples.
-    combine: the weight of each result.
-    placement: the sizes of tasks, and whose data they are on; None: equal ones, on all data.
+    k: results per step; None: the number of workers when the round begins; or a chooser.
+        A selector may give a worker several of the k shares as one task with one result.
+    max_staleness: a result is usable while the model has moved at most this many versions.
+    refill: a worker that returned a result gets a new task at once; otherwise it waits for the
+        step.
+    preempt: a step cancels the tasks whose results have become too stale to use.
+    select: selects the workers that get a task.
+    hedge: spare tasks beyond k; the step cancels the tasks that still run when k results are held.
+    work: the work of a task. Without a number of samples each task gets 1/k of the global batch,
+        so a step uses `batch_size` samples for every `k`. If k does not divide the batch and the
+        step does not wait for all tasks, the count may be off by fewer than k samples.
+    combine: computes the weight of each result.
+    placement: sets the size of each task and its data; None: equal sizes, on all data.
 
-    What was lost with a worker is handed out again before anything new, on the same samples; a
-    worker that waits computes for one that is missing. So a lost worker costs time and no step.
+    Lost tasks are assigned before new work, on the same samples, also to workers that wait for
+    the step. So a lost worker costs time but no step.
     """
 
     k: int | Chooser | None = None
-    max_delay: float = 0
+    max_staleness: float = 0
     refill: bool = False
     preempt: bool = True
     select: Selector = Everyone()
@@ -87,17 +93,41 @@ class Gather:
     work: Work | MakeWork = Work()
     combine: Combine = mean
     placement: Placement | None = None
-    waited: int = field(default=0, init=False)  # steps held up for data that had fallen behind
-    _round: int = field(default=-1, init=False, repr=False)  # the version these belong to:
-    _quota: int = field(default=0, init=False, repr=False)  # shares it needs
-    _given: int = field(default=0, init=False, repr=False)  # new shares handed out for it
-    _waits: bool = field(default=False, init=False, repr=False)  # it is held up
+    waited: int = field(default=0, init=False)  # steps that waited for underrepresented data
+    _round: int = field(default=-1, init=False, repr=False)  # the version of the next three:
+    _quota: int = field(default=0, init=False, repr=False)  # shares that the step needs
+    _given: int = field(default=0, init=False, repr=False)  # new shares assigned so far
+    _waits: bool = field(default=False, init=False, repr=False)  # whether the step waits
+    schema = Schema(
+        "gather",
+        1,
+        {
+            "steps_waited": "waited",
+            "round": "_round",
+            "quota": "_quota",
+            "given": "_given",
+            "waits": "_waits",
+        },
+        {name: name for name in ("k", "select", "work", "combine", "placement")},
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.k, Integral):  # also a NumPy integer
+            self.k = int(self.k)
+        elif self.k is not None and not hasattr(self.k, "choose"):
+            raise ValueError(f"k={self.k!r}: use a whole number from 1 on, or a chooser of it")
         if isinstance(self.k, int) and self.k < 1:
             raise ValueError(f"k={self.k}: a step needs at least one result; use k >= 1")
-        if self.max_delay < 0:
-            raise ValueError(f"max_delay={self.max_delay}: a delay counts versions; use >= 0")
+        if isinstance(self.work, Work):
+            for name, value in (("steps", self.work.steps), ("samples", self.work.samples)):
+                if value is not None:
+                    check_whole(name, value)
+        if not isinstance(self.max_staleness, Real):
+            raise ValueError(f"max_staleness={self.max_staleness!r}: use >= 0")
+        if not isinstance(self.hedge, Integral):
+            raise ValueError(f"hedge={self.hedge!r}: use 0 or more spare tasks")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness}: use >= 0")
         if self.hedge < 0:
             raise ValueError(f"hedge={self.hedge}: use 0 or more spare tasks")
         if self.hedge and isinstance(self.select, Everyone):
@@ -136,7 +166,7 @@ class Gather:
         return chooser | self.select.wants
 
     def check(self, workers: int, batch: int) -> None:
-        """Refuse what cannot work with so many workers and such a batch."""
+        """Raise ValueError if the policy cannot work with this many workers and this batch."""
         k = workers if self.k is None else self.k if isinstance(self.k, int) else self.k.most
         if k > workers and not self.refill and not isinstance(self.select, Allocate):
             raise ValueError(
@@ -156,6 +186,22 @@ class Gather:
             own = self.work.samples if isinstance(self.work, Work) else None
             self.placement.check(workers, [batch / k if own is None else own] * k)
 
+    def check_prices(self, prices: Prices, message_bytes: int) -> None:
+        if isinstance(self.select, Bandit):
+            self.select.check_prices(prices, message_bytes)
+
+    def works(self) -> tuple[Work, ...]:
+        return (self.work,) if isinstance(self.work, Work) else ()
+
+    def results_per_step(self, workers: int) -> int:
+        return self.k if isinstance(self.k, int) else workers
+
+    def placed(self, placement: object) -> Gather:
+        return replace(self, placement=as_placement(placement))
+
+    def findings(self) -> Findings:
+        return Findings(waited=self.waited)
+
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if not (self.k is None or isinstance(self.k, int)):
             self.k.learn(view, event)
@@ -164,17 +210,17 @@ class Gather:
             self.placement.learn(view, event)
         if isinstance(event, Finished):
             result = view.held[event.task]
-            if view.delay(result) > self.max_delay or result.samples == 0:
+            if view.staleness(result) > self.max_staleness or result.samples == 0:
                 yield Discard(event.task)
         self._begin(view)
-        if view.gathered >= self._quota and not self._awaits(view):
+        if view.held_shares >= self._quota and not self._awaits(view):
             yield Step(self._weights(view))
             yield from self._retire(view)
             self._begin(view)
         yield from self._hand_out(view)
 
     def _begin(self, view: View) -> None:
-        """Settle how many results the next step needs, once per version."""
+        """Set the number of shares that the next step needs, once per version."""
         if view.version != self._round or not self._quota:
             match self.k:
                 case None:
@@ -187,7 +233,7 @@ class Gather:
             self._waits = False
 
     def _awaits(self, view: View) -> bool:
-        """Tell whether the step must wait for someone whose data have fallen behind."""
+        """Return whether the step must wait for workers whose data are underrepresented."""
         if self.placement is None or not self.placement.awaited(view):
             return False
         self.waited += not self._waits
@@ -202,14 +248,14 @@ class Gather:
         return self.combine(view, view.held.values())
 
     def _retire(self, view: View) -> Iterator[Command]:
-        """Give up what the step just taken has made too old."""
+        """Drop the results and tasks that the last step made too stale."""
         for result in list(view.held.values()):
-            if view.delay(result) > self.max_delay:
+            if view.staleness(result) > self.max_staleness:
                 yield Discard(result.task.id)
         if self.preempt:
             stale = []
             for task in view.running.values():  # oldest first
-                if view.delay(task) <= self.max_delay:
+                if view.staleness(task) <= self.max_staleness:
                     break
                 stale.append(task.id)
             for id in stale:
@@ -221,12 +267,12 @@ class Gather:
     def _hand_out(self, view: View) -> Iterator[Command]:
         candidates = view.idle if self.refill else view.free
         if candidates:
-            # Everyone gets a task, wanted or not; but without a fixed k, who joins in mid-round
-            # waits for the next one.
+            # `Everyone` gives all candidates a task, even beyond k. But without a fixed k, a
+            # worker that joins during a round waits for the next round.
             spares = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
             due = self._due(view, candidates)
             chosen: dict[WorkerId, int] = dict.fromkeys(due, 1)
-            if not self._waits:  # held up, nobody else gets anything: results would pile up
+            if not self._waits:  # otherwise no other worker gets a task: results would pile up
                 others = [w for w in candidates if w not in chosen] if due else candidates
                 wanted = self._wanted(view) - len(due)
                 chosen.update(self.select.choose(view, others, wanted))
@@ -240,17 +286,17 @@ class Gather:
         if not self.refill and view.idle and missing > 0:
             for worker in list(islice(view.idle, missing)):
                 if self._wanted(view) - self.hedge < 1:
-                    break  # what was lost is more than one share
+                    break  # a lost task had more than one share
                 yield self._assign(view, worker)
 
     def _due(self, view: View, candidates: Collection[WorkerId]) -> list[WorkerId]:
-        """Return those who get a task in any case: their data have fallen behind."""
+        """Return the workers whose data are underrepresented; each of them must get a task."""
         if self.placement is None:
             return []
         return [worker for worker in self.placement.awaited(view) if worker in candidates]
 
     def _sizes(self, view: View, chosen: Collection[WorkerId]) -> dict[WorkerId, int]:
-        """Return how many samples each shall have who gets new work, as far as that is settled."""
+        """Return the number of samples for each worker with new work, if the placement sets it."""
         if self.placement is None or not chosen:
             return {}
         each = view.batch / self._quota
@@ -268,14 +314,14 @@ class Gather:
         tasks = len(chosen)
         if not isinstance(self.select, Everyone):
             among = {*chosen, *(task.worker for task in view.running.values())}
-            tasks = min(tasks, self._quota + self.hedge)  # more only if all of them are awaited
+            tasks = min(tasks, self._quota + self.hedge)  # more only if the step waits for all
         if not view.running and not view.held:  # the round begins
             total = max(round(each * tasks) - redone, len(fresh))
         return self.placement.sizes(view, fresh, each, total, among)
 
     def _wanted(self, view: View) -> int:
-        """Return the shares, spares included, for which nobody has a task yet."""
-        missing = self._quota - view.gathered - view.outstanding(self.max_delay)
+        """Return the shares, spares included, that no worker has a task for yet."""
+        missing = self._quota - view.held_shares - view.outstanding(self.max_staleness)
         return missing + self.hedge
 
     def _assign(
@@ -288,7 +334,7 @@ class Gather:
         work = self.work if isinstance(self.work, Work) else self.work(view, worker)
         if work.samples is None and work.parts is None:
             share, rest = divmod(view.batch, self._quota)
-            longer = min(max(rest - self._given, 0), shares)  # by one sample
+            longer = min(max(rest - self._given, 0), shares)  # shares with one sample more
             work = replace(work, samples=max(share * shares + longer, 1))
         elif shares > 1 and work.samples is not None:
             work = replace(work, samples=work.samples * shares)
@@ -308,7 +354,7 @@ class Gather:
         return Assign(worker, placement.work(view, worker, replace(work, samples=samples)))
 
     def _redo(self, view: View, worker: WorkerId, lost: Task) -> Assign:
-        """Hand a lost task out again; of a round with a smaller k, as more shares of this one."""
+        """Assign a lost task again; one from a round with a smaller k counts as more shares."""
         shares = lost.work.shares
         if isinstance(self.work, Work) and self.work.samples is None and lost.work.parts is None:
             shares = max(round(lost.samples * self._quota / view.batch), shares)

@@ -1,4 +1,4 @@
-"""The methods by the names people know them by: each is one setting of `Gather`."""
+"""The methods by their names in the literature: each is one setting of `Gather`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Literal
 
 from paceline.core.protocol import Work
 from paceline.policies.choosers import Chooser
-from paceline.policies.gather import Gather, faded, mean
-from paceline.policies.indices import KL, Index
-from paceline.policies.selectors import Allocate, Bandit
+from paceline.policies.gather import Gather, mean, staleness_weighted
+from paceline.policies.selection.indices import KL, Index
+from paceline.policies.selection.selectors import Allocate, Bandit
 
 
-def sync(n: int | None = None) -> Gather:
-    """Wait for everyone: the step is the gradient of the whole global batch.
+def sync(*, shares: int | None = None) -> Gather:
+    """Wait for all workers: the step is the gradient of the whole global batch.
 
-    With `n` the batch is always cut into n shares; otherwise into as many as there are workers.
+    shares: the fixed number of shares of the batch; by default the number of workers.
     """
-    return Gather(n)
+    return Gather(shares)
 
 
 def k_sync(k: int | Chooser, samples: int | None = None) -> Gather:
-    """Wait for the fastest `k`, cancel the rest (Dutta et al., 2018, arXiv 1803.01113).
+    """Wait for the fastest `k` results, cancel the rest (Dutta et al., 2018, arXiv 1803.01113).
 
     With a chooser for k this is adaptive k-sync (Kas Hanna et al., 2020, arXiv 2002.11005).
-    samples: of each task, so that a step uses k times as many; by default 1/k of the batch.
+    samples: samples of each task, so a step uses k times as many; by default 1/k of the batch.
     """
     return Gather(k, work=Work(samples=samples))
 
@@ -40,10 +40,10 @@ def bandit(
     minimize: Literal["time", "dollars"] = "time",
     seed: int = 0,
 ) -> Gather:
-    """Give tasks to `k` workers only, and learn who is quick (arXiv 2202.08302).
+    """Give tasks to `k` workers only, and learn which workers are fast (arXiv 2202.08302).
 
-    hedge: spare tasks beyond k; when k results are there, the rest is cancelled. 0 wastes
-        nothing and waits for the slowest of the chosen; n - k is `k_sync` of n workers.
+    hedge: spare tasks beyond k; once k results are held, the rest is cancelled. With 0 no work is
+        wasted and a step waits for its slowest worker; n - k is `k_sync` of n workers.
     samples: as in `k_sync`. The other arguments are those of `Bandit`.
     """
     select = Bandit(index, discount, window, seed, minimize=minimize)
@@ -59,31 +59,31 @@ def ata(
     window: int | None = None,
     seed: int = 0,
 ) -> Gather:
-    """Cut the batch into `shares` and give quick workers several of them, slow ones none.
+    """Cut the batch into `shares`; give fast workers several of them and slow workers none.
 
     Adaptive task allocation (Maranjyan et al., 2025, arXiv 2502.00775).
-    samples: of each share, as in `k_sync`. The other arguments are those of `Allocate`.
+    samples: samples of each share, as in `k_sync`. The other arguments are those of `Allocate`.
     """
     select = Allocate(index, discount, window, seed)
     return Gather(shares, select=select, work=Work(samples=samples))
 
 
 def k_async(k: int) -> Gather:
-    """Step on every `k` results, however old; the others run on (Dutta et al., 2018)."""
-    return Gather(k, max_delay=inf, preempt=False)
+    """Step on every `k` results of any staleness; other tasks run on (Dutta et al., 2018)."""
+    return Gather(k, max_staleness=inf, preempt=False)
 
 
-def asynchronous(max_delay: float = inf, damping: bool = True) -> Gather:
-    """Step on each arrival at most `max_delay` versions old; nobody ever waits.
+def asynchronous(max_staleness: float = inf, damping: bool = True) -> Gather:
+    """Step on each result of staleness at most `max_staleness`; no worker ever waits.
 
-    With `damping` a result of delay d weighs 1 / (1 + d).
+    With `damping` a result of staleness d has weight 1 / (1 + d).
     """
-    combine = faded if damping else mean
-    return Gather(1, max_delay, refill=True, preempt=False, combine=combine)
+    combine = staleness_weighted if damping else mean
+    return Gather(1, max_staleness, refill=True, preempt=False, combine=combine)
 
 
 def rennala(batch: int) -> Gather:
-    """Collect `batch` results at one model from whoever is quick, then step.
+    """Collect `batch` results at one model version, several from fast workers, then step.
 
     Rennala SGD (Tyurin and Richtárik, 2023, arXiv 2305.12387).
     """
@@ -91,17 +91,16 @@ def rennala(batch: int) -> Gather:
 
 
 def ringmaster(threshold: int, stops: bool = True) -> Gather:
-    """Step on each arrival whose delay is below `threshold`.
+    """Step on each result whose staleness is below `threshold`.
 
-    Ringmaster ASGD (Maranjyan, Tyurin, Richtárik, 2025, arXiv 2501.16168). With `stops`, work
-    that has grown too old is abandoned as soon as its worker can; without, its result is thrown
-    away on arrival.
+    Ringmaster ASGD (Maranjyan, Tyurin, Richtárik, 2025, arXiv 2501.16168). With `stops`, tasks
+    that became too stale are cancelled; otherwise their results are discarded on arrival.
 
-    >>> ringmaster(4).max_delay
+    >>> ringmaster(4).max_staleness
     3
     """
-    if threshold < 1:
-        raise ValueError(f"threshold={threshold}: no result could be used; use threshold >= 1")
+    if not isinstance(threshold, int) or threshold < 1:
+        raise ValueError(f"threshold={threshold!r}: no result could be used; use threshold >= 1")
     return Gather(1, threshold - 1, refill=True, preempt=stops)
 
 

@@ -1,4 +1,4 @@
-"""Policies around policies: when to begin, when to end, and who is there at all."""
+"""Policies around policies: when a run begins, when it ends, and which workers it uses."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, cast
 
+from paceline.core.policy import Policy, Wrapper
 from paceline.core.protocol import (
     Command,
     Event,
     Joined,
     Left,
-    Policy,
     SetTimer,
     Stop,
     TimerFired,
     View,
-    Want,
     WorkerId,
 )
+from paceline.core.schema import Schema
 
 
 @dataclass
-class Until:
-    """Stops the inner policy after so many steps, seconds or samples, counted from the start."""
+class Until(Wrapper):
+    """Stops the run after a number of steps, seconds or samples, counted from the start."""
 
     inner: Policy
     steps: float = inf
     seconds: float = inf
     samples: float = inf
     _armed: bool = field(default=False, init=False, repr=False)
-
-    @property
-    def wants(self) -> frozenset[Want]:
-        return self.inner.wants
+    schema = Schema("until", 1, {"armed": "_armed"}, {"inner": "inner"})
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         timer = f"until {self.seconds:g}"
@@ -45,12 +42,12 @@ class Until:
         self._armed = True
         if event != TimerFired(timer):
             yield from self.inner.react(view, event)
-        # Only after a whole reaction: the run can then be taken up again as if it never ended.
+        # Stop only after a complete reaction, so that a resumed run continues exactly.
         if (reason := self.reached(view)) is not None:
             yield Stop(reason)
 
     def reached(self, view: View) -> str | None:
-        """Return which end is reached, None if none is."""
+        """Return the reason to stop, None if no limit is reached."""
         if view.version >= self.steps:
             return f"{view.version} steps taken"
         if view.now >= self.seconds:
@@ -61,16 +58,13 @@ class Until:
 
 
 @dataclass
-class MinWorkers:
-    """Holds the inner policy back until `n` workers have joined; from then on it is let be."""
+class MinWorkers(Wrapper):
+    """Starts the inner policy once `n` workers are connected, and then passes on all events."""
 
     n: int
     inner: Policy
     _ready: bool = field(default=False, init=False, repr=False)
-
-    @property
-    def wants(self) -> frozenset[Want]:
-        return self.inner.wants
+    schema = Schema("min_workers", 1, {"ready": "_ready"}, {"inner": "inner"})
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         self._ready = self._ready or len(view.workers) >= self.n
@@ -79,48 +73,47 @@ class MinWorkers:
 
 
 @dataclass
-class Among:
-    """Lets the inner policy know of some workers only; the others get nothing to do.
+class OnlyWorkers(Wrapper):
+    """Shows only some workers to the inner policy; the other workers get no tasks.
 
     >>> from paceline.policies.named import sync
-    >>> Among(["w0", "w2"], sync()).workers
+    >>> OnlyWorkers(["w0", "w2"], sync()).workers
     ('w0', 'w2')
     """
 
     workers: Sequence[WorkerId]
     inner: Policy
+    schema = Schema("among", 1, parts={"inner": "inner"})
 
     def __post_init__(self) -> None:
         self.workers = tuple(self.workers)
         if not self.workers or len(set(self.workers)) < len(self.workers):
             raise ValueError(f"workers={self.workers}: name at least one, and each of them once")
 
-    @property
-    def wants(self) -> frozenset[Want]:
-        return self.inner.wants
-
     def check(self, workers: int, batch: int) -> None:
-        """Refuse workers that are not there, and what the inner policy cannot do with the rest."""
+        """Raise ValueError for unknown workers, or if the inner policy cannot use the chosen."""
         there = {f"w{i}" for i in range(workers)}
         if missing := [worker for worker in self.workers if worker not in there]:
             raise ValueError(
-                f"Among names {', '.join(missing)}; this engine has the {workers} workers w0 to "
-                f"w{workers - 1}"
+                f"OnlyWorkers names {', '.join(missing)}; this engine has the {workers} workers "
+                f"w0 to w{workers - 1}"
             )
-        if check := getattr(self.inner, "check", None):
-            check(len(self.workers), batch)
+        super().check(len(self.workers), batch)
+
+    def results_per_step(self, workers: int) -> int:
+        return super().results_per_step(len(self.workers))
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         part = _Part(view, self.workers)
         if isinstance(event, Joined | Left) and event.worker not in self.workers:
             if view.running or view.held or not part.workers:
                 return
-            event = Joined(part.workers[0])  # held back until now, or to be taken up again
+            event = Joined(part.workers[0])  # let the inner policy start, or continue
         yield from self.inner.react(cast(View, part), event)
 
 
 class _Part:
-    """The books, as far as they are about some workers."""
+    """A view of the ledger that shows only some workers."""
 
     def __init__(self, view: View, workers: Sequence[WorkerId]) -> None:
         self._view, self._known = view, frozenset(workers)

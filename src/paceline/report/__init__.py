@@ -1,1 +1,1 @@
-"""What a run did, read from its journal alone."""
+"""Reports of a run, made from its journal alone."""

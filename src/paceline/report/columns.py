@@ -1,7 +1,7 @@
-"""One value per step, in memory or, for long runs, most of it in a file without a name.
+"""Columns with one value per step, in memory or, for long runs, mostly in a file without a name.
 
-A run of a million steps has twelve million figures. As Python's floats these take 350 bytes a step;
-here they take 96, and with a folder to put them in none at all while the run goes.
+A run of a million steps has twelve million values. As Python's floats these take 350 bytes a step.
+Here they take 96, and with a folder for the file almost no memory during the run.
 """
 
 from __future__ import annotations
@@ -16,28 +16,36 @@ from typing import IO, Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.logs import logger_of
+
+logger = logger_of(__name__)
+
 Kind: TypeAlias = Literal["d", "q"]
-"""Numbers with a fraction, and whole ones."""
+"""The type codes of floating-point numbers and of integers."""
 
 BLOCK = 256
-"""Values that are written together; with a folder the newest 256 to 511 are in memory."""
-_BYTES = 8  # of a value of either kind
+"""The number of values written together; with a folder, the newest 256 to 511 are in memory."""
+_BYTES = 8  # per value of either kind
 
 
 class Spill:
-    """A file that only this process knows; it is made when there is something to write."""
+    """A temporary file without a name, created at the first write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: IO[bytes] | None = None
-        self._lock = Lock()  # who looks on reads from another thread
+        self._lock = Lock()  # the live view reads from another thread
 
     def write(self, at: int, data: bytes) -> None:
         with self._lock:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (see close)
+                self._file = tempfile.TemporaryFile(  # noqa: SIM115 (see close)
+                    dir=self._folder, buffering=0
+                )
             self._file.seek(at)
-            self._file.write(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def read(self, at: int, count: int) -> bytes:
         with self._lock:
@@ -52,10 +60,10 @@ class Spill:
 
 
 class Column(Sequence[float]):
-    """Numbers in order, to be added to at the end.
+    """A sequence of numbers that grows at its end.
 
-    spill: where all but the newest go; by default all stay in memory.
-    place, places: which of the columns that share the file this is.
+    spill: the file for all but the newest values; by default all stay in memory.
+    place, places: the index of this column, and the number of columns that share the file.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -64,22 +72,26 @@ class Column(Sequence[float]):
         self, kind: Kind = "d", spill: Spill | None = None, place: int = 0, places: int = 1
     ) -> None:
         self._kind, self._spill, self._place, self._places = kind, spill, place, places
-        # The number of the first value in memory and these, as one: another thread may look on.
+        # Index of the first value in memory, and the values: a tuple, since other threads read it.
         self._newest: tuple[int, array[Any]] = 0, array(kind)
 
     def append(self, value: float) -> None:
         first, newest = self._newest
         newest.append(value)
         if self._spill is not None and len(newest) == 2 * BLOCK:
-            self._spill.write(self._offset(first // BLOCK), newest[:BLOCK].tobytes())
+            try:
+                self._spill.write(self._offset(first // BLOCK), newest[:BLOCK].tobytes())
+            except OSError as error:
+                logger.warning("figures of steps are kept in memory from now on: %s", error)
+                return
             self._newest = first + BLOCK, newest[BLOCK:]
 
     def numbers(self) -> NDArray[Any]:
-        """Return all of them as an array of their own."""
+        """Return a copy of all values as an array."""
         return np.array(self._between(0, len(self)))
 
     def gather(self) -> None:
-        """Take everything back into memory, and need the file no more."""
+        """Load all values into memory and release the file."""
         if self._spill is not None:
             self._newest, self._spill = (0, self._between(0, len(self))), None
 
@@ -116,7 +128,7 @@ class Column(Sequence[float]):
         return f"Column({list(self)})"
 
     def _between(self, begin: int, end: int) -> array[Any]:
-        """Return the values from one number to before another."""
+        """Return the values from index `begin` up to, but without, `end`."""
         first, newest = self._newest
         if begin >= first:
             return newest[begin - first : end - first]
@@ -136,8 +148,8 @@ class Column(Sequence[float]):
 class Columns(dict[str, Column]):
     """Columns by name, of one length.
 
-    kinds: what each is made of.
-    folder: for the file of all but the newest values; see `close`.
+    kinds: the number type of each column.
+    folder: holds the file of all but the newest values; see `close`.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], folder: Path | None = None) -> None:
@@ -148,7 +160,7 @@ class Columns(dict[str, Column]):
         )
 
     def add(self, row: Sequence[float]) -> None:
-        """Take a value for each column, in their order."""
+        """Append a value to each column, in the order of the columns."""
         for column, value in zip(self.values(), row, strict=True):
             column.append(value)
 
@@ -156,7 +168,7 @@ class Columns(dict[str, Column]):
         return {name: column.numbers() for name, column in self.items()}
 
     def close(self) -> None:
-        """Take what is in the file back into memory: the run is over, and is to be looked at."""
+        """Load all values into memory and close the file, when the run is over."""
         if self._spill is not None:
             for column in self.values():
                 column.gather()

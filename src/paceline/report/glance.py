@@ -1,4 +1,4 @@
-"""A run at a glance: its figures and those of each worker in few words, and as HTML."""
+"""A run at a glance: the metrics of the run and of each worker, as short texts and as HTML."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from paceline.report.workers import Tally
 State: TypeAlias = Literal["computing", "late", "idle", "there", "gone"]
 
 RECENT = 60
-"""Losses that are drawn."""
+"""The number of losses that are drawn."""
 MANY = 16
-"""Workers; of more than that the slowest and the quickest are shown."""
+"""The most workers that are shown; of more, the slowest and the quickest are shown."""
 LATE = 3.0
-"""Times the time that a task takes most workers, from which on one is marked as late."""
+"""A task counts as late after this many times the median of the workers' mean task times."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A worker."""
+    """The row of a worker."""
 
     state: State
     speed: float  # samples a second, 0.0 if not known
-    part: float  # of the speed of the quickest
+    part: float  # its share of the quickest worker's speed
     cells: Mapping[str, str]  # by the name of the column
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What was forecast, and how much of that time is over."""
+    """The forecast, and the part of its time that has passed."""
 
     text: str
     part: float
@@ -47,16 +47,16 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Glance:
-    """What there is to be seen of a run at a moment."""
+    """The view of a run at a moment."""
 
     policy: str
     figures: Mapping[str, str]
-    losses: Sequence[float]  # the last ones
+    losses: Sequence[float]  # the most recent ones
     outlook: Outlook | None
     slow: Sequence[Row]  # all, if there are few
-    more: str  # those between, in a word
+    more: str  # the counts of the workers between them
     quick: Sequence[Row]
-    reason: str  # why it ended, "" if it goes on
+    reason: str  # why the run ended, "" if it continues
 
 
 def glance(
@@ -71,14 +71,14 @@ def glance(
     reached: float | None = None,
     reason: str = "",
 ) -> Glance:
-    """Look at a run.
+    """Return the view of a run at a moment.
 
-    workers: in the order to be shown in.
-    nodes: that decide, each of which takes its own steps.
-    most: rows for workers.
+    workers: in the order in which they are shown.
+    nodes: the number of coordinators, each of which takes its own steps.
+    most: the most rows for workers.
     epoch: nan if it is not known.
-    reached: the seconds at which the loss was at the target of the forecast, if it was.
-    reason: why it ended, if it did.
+    reached: the seconds at which the loss reached the target of the forecast, if it did.
+    reason: why the run ended, if it did.
     """
     columns, about = meter.columns, header.about or {}
     figures = {"step": str(meter.version // nodes)}
@@ -102,7 +102,7 @@ def glance(
 
 
 def _recent(losses: Sequence[float], nodes: int) -> list[float]:
-    """Return the last losses, the mean over as many steps as there are nodes."""
+    """Return the last losses, each the mean over as many steps as there are nodes."""
     last = losses[-RECENT * nodes :]
     if nodes == 1:
         return list(last)
@@ -111,15 +111,16 @@ def _recent(losses: Sequence[float], nodes: int) -> list[float]:
 
 
 def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -> list[Row]:
-    """Return what is known of each worker. `over`: nobody computes any more."""
+    """Return a row for each worker. `over`: the run has ended."""
     speeds = {name: tally.speed(now) for name, tally in workers.items()}
-    quickest = max(speeds.values(), default=0.0)
+    known = [speeds[name] for name, tally in workers.items() if not tally.is_bound]
+    quickest = max(known or speeds.values(), default=0.0)
     took = [tally.finished_seconds / tally.finished for tally in workers.values() if tally.finished]
     late = LATE * median(took) if took else inf
     rows = []
     for name, tally in workers.items():
         unseen = max(now - tally.seen, 0.0)
-        # Of several tasks that it has, the one at hand began when the one before had ended.
+        # A worker with several tasks begins the next one when the previous one has ended.
         since = max(now - max(tally.began, tally.seen), 0.0)
         state: State
         if not tally.present:
@@ -134,29 +135,35 @@ def rows_of(workers: Mapping[WorkerId, Tally], now: float, over: bool = False) -
         cells = {
             "worker": name,
             "state": told,
-            "speed": in_short(speeds[name]) if tally.finished else "–",
+            "speed": _speed(tally, speeds[name]),
             "used": f"{min(tally.share_used(now), 1.0):.0%}" if settled else "–",
             "wasted": f"{tally.wasted / settled:.0%}" if settled else "–",
-            "delay": _versions(tally.mean_delay) if tally.used else "–",
+            "stale": _versions(tally.mean_staleness) if tally.used else "–",
             "up": in_bytes(tally.up_bytes),
             "down": in_bytes(tally.down_bytes),
             "seen": in_seconds(unseen),
         }
-        part = speeds[name] / quickest if quickest else 0.0
+        part = min(speeds[name] / quickest, 1.0) if quickest else 0.0
         rows.append(Row(state, speeds[name], part, cells))
     return rows
 
 
-def _versions(delay: float) -> str:
-    return f"{delay:.1f}" if delay < 99.95 else in_short(delay)
+def _speed(tally: Tally, speed: float) -> str:
+    if not speed:
+        return "–"
+    return f"≤{in_short(float(f'{speed:.2g}'))}" if tally.is_bound else in_short(speed)
+
+
+def _versions(staleness: float) -> str:
+    return f"{staleness:.1f}" if staleness < 99.95 else in_short(staleness)
 
 
 def chosen(rows: Sequence[Row], most: int) -> tuple[list[Row], str, list[Row]]:
-    """Return all rows; or of too many the slowest, a word on the others, and the quickest."""
+    """Return all rows; if too many, the slowest, counts of the others, and the quickest."""
     if len(rows) <= most:
         return list(rows), "", []
     ranked = sorted(rows, key=lambda row: (row.state != "gone", row.speed))
-    room = max(most - 1, 1)  # and a line for the others
+    room = max(most - 1, 1)  # one line is for the others
     quick = max(room // 3, 1) if room > 1 else 0
     slow = room - quick
     between = ranked[slow : len(ranked) - quick]
@@ -169,7 +176,7 @@ _ORDER: tuple[State, ...] = ("computing", "late", "idle", "there", "gone")
 
 
 def outlook_of(forecast: Mapping[str, Any], now: float, reached: float | None) -> Outlook:
-    """Say what was forecast, and how far the run is.
+    """Return the forecast as a text, and the part of its time that has passed.
 
     >>> known = {"target": 0.2, "seconds": 40.0, "intervals": {"seconds": [35.0, None]}}
     >>> outlook_of(known, 10.0, None)
@@ -186,7 +193,7 @@ def outlook_of(forecast: Mapping[str, Any], now: float, reached: float | None) -
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as a row of bars, the least the lowest; × is no finite number.
+    """Return values as a row of bars, the smallest the lowest; × is a value that is not finite.
 
     >>> sparkline([3, 2, float("nan"), 1])
     '█▅×▁'
@@ -220,7 +227,7 @@ def in_short(number: float) -> str:
 
 
 def as_html(seen: Glance) -> str:
-    """Return it as two small tables, in whatever colors there are around them."""
+    """Return the view as two small tables that inherit the colors around them."""
     policy = escape(seen.policy)
     title = f"<b>{policy}</b>" + (f" – ended: {escape(seen.reason)}" if seen.reason else "")
     figures = dict(seen.figures)

@@ -1,4 +1,4 @@
-"""The figures of a run, gathered entry by entry from its journal."""
+"""The metrics of a run, computed entry by entry from its journal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import nan
 from operator import attrgetter
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,8 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
-    Peer,
     Prices,
     Result,
-    Send,
     Start,
     Step,
     Task,
@@ -35,31 +34,31 @@ from paceline.report.workers import Fate, Span, Tally
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
 _totals = attrgetter(*TOTALS)
-COLUMNS = ("step", "seconds", "loss", "samples", "results", "delay", *TOTALS)
-_FRACTIONS = ("seconds", "loss", "delay", "busy_seconds", "dollars")
+COLUMNS = ("step", "seconds", "loss", "samples", "results", "staleness", *TOTALS)
+_FRACTIONS = ("seconds", "loss", "staleness", "busy_seconds", "dollars")
 KINDS: dict[str, Kind] = {name: "d" if name in _FRACTIONS else "q" for name in COLUMNS}
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts as entries come in; each entry costs the same, however long the run.
+    """Counts journal entries as they come in, in constant time per entry.
 
-    Messages: a task that is started costs one model down, and a result that somebody waits for
-    one result up, which if coded or encoded is shorter than a model. Where models are sent as
-    changes, a task that is cancelled is charged as many bytes as its worker's model before. What
-    the data plane adds beneath (copies of servers) or spares (workers of one node that share a
-    model) is not in it.
-    Seconds: a worker is busy from a task's start until its result, cancellation or loss. On Ray,
-    work that cannot be interrupted goes on after its cancellation, and is not charged.
-    Dollars: the seconds in which a worker has a task (with `Prices.idle`, in which it is there)
-    times its price, and its bytes times theirs.
-    Without a main node: bytes up are those of letters to peers, bytes down those from peers.
+    Messages: a started task costs one model down, and the result of a task that is not cancelled
+    one result up. A coded or encoded result is shorter than a model. If models are sent as changes,
+    a cancelled task is charged the bytes of its worker's previous model. The meter ignores what the
+    data plane adds (copies of servers) or spares (workers of one node that share a model).
+    Seconds: a worker is busy from a task's start until its result arrives, or until its
+    cancellation or loss. From the arrival until the driver takes the result in, for example after
+    an evaluation in a callback, the worker waits for the driver. On Ray, work that cannot be
+    interrupted continues after its cancellation, and is not charged.
+    Dollars: the price of a worker times the seconds in which it has a task or waits for the driver
+    (with `Prices.idle`: in which it is connected), plus the price of a byte times its bytes.
     """
 
-    message_bytes: int = 0  # of a model, and of a result
+    message_bytes: int = 0  # the size of a model, and of a result
     prices: Prices = Prices()
     version: int = 0
-    began: float = 0.0  # when this run took over, above 0 if it was resumed
+    began: float = 0.0  # the second at which this run began, above 0 if it was resumed
     started: int = 0
     used: int = 0
     cancelled: int = 0
@@ -68,44 +67,45 @@ class Meter:
     redone: int = 0
     samples_used: int = 0
     samples_started: int = 0
-    busy_seconds: float = 0.0  # of workers having a task, summed over workers
-    worker_seconds: float = 0.0  # of workers being there
+    samples_skipped: int = 0  # given up, since their result was not finite
+    busy_seconds: float = 0.0  # time with a task, summed over workers
+    worker_seconds: float = 0.0  # time connected, summed over workers
     compute_seconds: float = 0.0  # measured by the workers themselves
+    driver_seconds: float = 0.0  # time in which the results of idle workers waited for the driver
     down_bytes: int = 0
     up_bytes: int = 0
     dollars: float = 0.0
-    tiles: tuple[int, ...] = ()  # the samples of each
-    peer: Peer | None = None  # whose figures these are, if there is no main node
-    letters: int = 0  # to peers, each counted
-    tensors_sent: int = 0  # in them
+    tiles: tuple[int, ...] = ()  # the samples of each tile (data shard)
     workers: dict[WorkerId, Tally] = field(default_factory=dict)
-    listener: Callable[[Span], None] | None = None  # told of each task when its fate is known
-    last_weights: dict[int, float] = field(default_factory=dict)  # of tiles in the last step
-    last_loss: float | None = None  # of the last step whose results told one, nan if they told nan
+    listener: Callable[[Span], None] | None = None  # receives each task with its fate
+    last_weights: dict[int, float] = field(default_factory=dict)  # of each tile in the last step
+    last_loss: float | None = None  # of the last step that reported one; may be nan
     columns: Columns = field(default_factory=lambda: Columns(KINDS))
     priced: bool = field(init=False)  # whether anything costs anything
     _now: float = 0.0
-    _rate: float = 0.0  # dollars per second of all who are paid at the moment
+    _rate: float = 0.0  # dollars per second of all workers that are paid now
     _busy: int = 0  # workers that have a task
     _present: set[WorkerId] = field(default_factory=set)
-    # Tasks, who has them, and the bytes that their models were charged; None: by the run before.
+    # Tasks, their workers' tallies, and the bytes charged for the model; None: before a resume.
     _running: dict[TaskId, tuple[Task, Tally, int | None]] = field(default_factory=dict)
     _held: dict[TaskId, Result] = field(default_factory=dict)
-    _weight: dict[int, float] = field(default_factory=dict)  # that steps gave each tile
+    # The newest cancelled tasks and their workers: a late result shows the worker's speed.
+    _cancelled: dict[TaskId, WorkerId] = field(default_factory=dict)
+    _weight: dict[int, float] = field(default_factory=dict)  # the sum over steps for each tile
 
     def __post_init__(self) -> None:
         self.priced = self.prices.charges_hours or self.prices.charges_bytes
 
     @classmethod
-    def begin(cls, header: Header, folder: Path | None = None) -> Meter:
-        """Start where a journal does: at nothing, or in the middle of a run that was resumed.
+    def begin(cls, header: Header, folder: Path | None = None) -> Self:
+        """Return a meter at the start of a journal: at zero, or at the state of a resumed run.
 
-        folder: for what is known of older steps, in a file that ends with `close`; by default it is
-            kept in memory, 96 bytes a step.
+        folder: holds a temporary file with the metrics of older steps until `close`; by default
+            they stay in memory, 96 bytes a step.
         """
         meter, books = cls(header.message_bytes, header.prices), books_of(header)
         meter.columns = Columns(KINDS, folder)
-        meter.tiles, meter.peer = header.tiles, header.peer
+        meter.tiles = header.tiles
         meter.version, meter.samples_used = books.version, books.samples
         meter.began = meter._now = books.now
         for worker in books.workers:
@@ -113,12 +113,12 @@ class Meter:
         for task in books.running.values():
             meter._start(task, meter._tally(task.worker), None)
         meter._held = dict(books.held)
-        for result in books.held.values():  # whose worker may be gone
+        for result in books.held.values():  # its worker may be gone
             meter._tally(result.task.worker)
         return meter
 
-    # What follows is done for every entry of a journal of millions: hence no pattern is matched
-    # field by field, and what is looked up once is handed on.
+    # The methods below run for every entry, and a journal may have millions. They therefore match
+    # no patterns field by field, and pass on values instead of looking them up again.
 
     def observe(self, entry: Entry) -> None:
         now, event, commands = entry
@@ -135,23 +135,20 @@ class Meter:
             if isinstance(command, Start):
                 self._send_out(command.task)
             elif isinstance(command, Cancel):
-                self._settle(self._give_up(command.task), now, "cancelled")
+                self._settle(task := self._give_up(command.task), now, "cancelled")
+                self._cancelled[task.id] = task.worker
+                if len(self._cancelled) > 16 * len(self.workers):  # most never have a result
+                    del self._cancelled[next(iter(self._cancelled))]
             elif isinstance(command, Step):
                 self._step(command, now)
-            elif isinstance(command, Discard):
-                if (result := self._held.pop(command.task, None)) is not None:
-                    self._settle(result.task, result.at, "discarded", result.samples)
-            elif isinstance(command, Send):
-                assert self.peer is not None
-                to, tensors = command.to, command.tensors
-                self.letters += len(to)
-                each = len(self.peer.tensors if tensors is None else tensors)
-                self.tensors_sent += len(to) * each
+            elif (
+                isinstance(command, Discard)
+                and (result := self._held.pop(command.task, None)) is not None
+            ):
+                self._settle(result.task, result.at, "discarded", result.samples)
 
     def _come_or_go(self, event: Joined | Left, now: float) -> None:
         worker = event.worker
-        if self.peer and worker != self.peer.name:
-            return  # a neighbor, whose time is in its own journal
         if isinstance(event, Joined):
             self._join(worker)
             return
@@ -161,12 +158,10 @@ class Meter:
             self._leave(worker, tally)
 
     def _send_out(self, task: Task) -> None:
-        """Count a task that a worker is given, and the model that goes with it."""
+        """Count a started task, and the model that its worker receives."""
         worker = task.worker
         tally = self._tally(worker)
         down = self.message_bytes if tally.model_bytes is None else tally.model_bytes
-        if self.peer is not None:
-            down = 0
         self._start(task, tally, down)
         self.started += 1
         tally.started += 1
@@ -180,9 +175,12 @@ class Meter:
         id, samples, seconds, got = event.task, event.samples, event.seconds, event.got
         self.compute_seconds += seconds
         if id not in self._running:
+            if (worker := self._cancelled.pop(id, None)) is not None:
+                self._tally(worker).finish_late(samples, seconds)
             return
-        task, tally, charged = self._end(id)
-        arrived = max(now - event.waited, task.since)
+        self.samples_skipped += event.skipped
+        arrived = max(now - event.waited, self._running[id][0].since)
+        task, tally, charged = self._end(id, arrived)
         self._held[id] = Result(task, arrived, samples, seconds, event.stats)
         tally.finish(arrived, task, samples, seconds)
         sent, more = event.sent, 0
@@ -190,10 +188,9 @@ class Meter:
             sent = self.message_bytes
             if task.work.parts is not None:
                 sent = -(-sent // task.work.messages)
-        if got is not None:  # it was charged as its worker's last one when it started
+        if got is not None:  # the start charged the size of the previous model
             more = 0 if charged is None else got - charged
-            if self.peer is None:
-                tally.model_bytes = got
+            tally.model_bytes = got
         self._carry(task.worker, tally, more, sent)
 
     def _settle(self, task: Task, end: float, fate: Fate, samples: int = 0) -> None:
@@ -210,15 +207,15 @@ class Meter:
         self.used += len(results)
         for result in results:
             task, end, samples = result.task, result.at, result.samples
-            delay, since = version - task.version, task.since
-            # Of what the run before spent on it, this one's figures know nothing.
+            staleness, since = version - task.version, task.since
+            # The time before a resume is not part of these metrics.
             spent = end - (since if since > self.began else self.began)
-            workers[task.worker].use(samples, delay, spent)
+            workers[task.worker].use(samples, staleness, spent)
             if listener is not None:
-                listener(Span(task, end, "used", samples, delay, version + 1))
+                listener(Span(task, end, "used", samples, staleness, version + 1))
 
     def unsettled(self) -> list[Span]:
-        """Return the tasks that nobody knows the fate of yet."""
+        """Return the tasks whose fate is not known yet."""
         spans = [Span(task, self._now, "unfinished") for task, *_ in self._running.values()]
         held = self._held.values()
         return spans + [Span(r.task, r.at, "unfinished", r.samples) for r in held]
@@ -233,8 +230,8 @@ class Meter:
         total = sum([weight for weight, _ in known])
         loss = sum([w * loss for w, loss in known]) / total if total else nan
         version, samples, count = self.version, distinct_samples(results), len(results)
-        delay = sum([version - r.task.version for r in results]) / max(count, 1)
-        row = (version + 1, now, loss, samples, count, delay, *_totals(self))
+        staleness = sum([version - r.task.version for r in results]) / max(count, 1)
+        row = (version + 1, now, loss, samples, count, staleness, *_totals(self))
         self.columns.add(row)
         if total:
             self.last_loss = loss
@@ -253,7 +250,7 @@ class Meter:
                 del held[id]
 
     def weigh(self, parts: Mapping[int, float]) -> None:
-        """Count the weights that a step gave to tiles."""
+        """Count the weights that a step gave to tiles (data shards)."""
         for tile, part in parts.items():
             self._weight[tile] = self._weight.get(tile, 0.0) + part
 
@@ -270,7 +267,7 @@ class Meter:
             self._hire(worker, tally)
 
     def _leave(self, worker: WorkerId, tally: Tally) -> None:
-        tally.model_bytes = None  # another comes in its place, who has no model
+        tally.model_bytes = None  # its replacement has no model
         if worker in self._present:
             self._present.remove(worker)
             tally.leave(self._now)
@@ -287,20 +284,24 @@ class Meter:
         tasks.add(id)
         self._running[id] = task, tally, charged
 
-    def _end(self, id: TaskId) -> tuple[Task, Tally, int | None]:
+    def _end(self, id: TaskId, at: float) -> tuple[Task, Tally, int | None]:
+        """End a task at a given time, which may be earlier than now."""
         found = self._running.pop(id)
         task, tally, _ = found
         tasks = tally.tasks
         tasks.discard(id)
-        tally.end(task, self._now)
+        at = max(at, tally.began)
+        tally.end(task, at)
         if not tasks:
             self._busy -= 1
+            self.busy_seconds -= self._now - at
+            self.driver_seconds += self._now - at
             if self.priced and not self.prices.idle:
                 self._release(task.worker, tally, self._busy)
         return found
 
     def _give_up(self, id: TaskId) -> Task:
-        task, tally, _ = self._end(id)
+        task, tally, _ = self._end(id, self._now)
         tally.give_up(task, self._now)
         return task
 
@@ -309,17 +310,17 @@ class Meter:
             self._rate += (tally.price or self._price(worker, tally))[0]
 
     def _release(self, worker: WorkerId, tally: Tally, others: int) -> None:
-        if self.priced:  # and rounding leaves nothing behind once nobody is paid
+        if self.priced:  # without paid workers the rate is exactly 0
             price, _ = tally.price or self._price(worker, tally)
             self._rate = max(self._rate - price, 0.0) if others else 0.0
 
     def _price(self, worker: WorkerId, tally: Tally) -> tuple[float, float]:
-        """Look up the price of a second of a worker, and of a byte to or from it."""
+        """Return the price of a second of a worker, and of a byte to or from it."""
         tally.price = self.prices.second(worker), self.prices.byte(worker)
         return tally.price
 
     def _carry(self, worker: WorkerId, tally: Tally, down: int, up: int) -> None:
-        """Count bytes to and from a worker, and what they cost."""
+        """Count bytes to and from a worker, and their cost."""
         self.down_bytes += down
         self.up_bytes += up
         tally.down_bytes += down
@@ -343,9 +344,9 @@ class Meter:
         return 1 - self.busy_seconds / self.worker_seconds if self.worker_seconds else 0.0
 
     def represented(self) -> NDArray[np.float64]:
-        """Return for each tile the weight it has had in all steps, over what its size calls for.
+        """Return the weight of each tile (data shard) in all steps over the weight due to its size.
 
-        1 is what it would have had if every step were on all data.
+        A tile has the ratio 1 if every step is on all data.
         """
         steps = len(self.columns["step"])
         if not self.tiles or not steps:
@@ -356,21 +357,21 @@ class Meter:
         return ratio
 
     def arrays(self) -> dict[str, NDArray[np.float64]]:
-        """Return one value per step: step, seconds, loss, samples, results, mean delay, and costs.
+        """Return one value per step: step, seconds, loss, samples, results, staleness, costs.
 
         The costs (started, wasted, busy_seconds, down_bytes, up_bytes, dollars) are totals since
-        the run was (re)started, at the moment of the step: what is cancelled or started in
-        response to it appears in the next row.
+        the run was (re)started, at the moment of the step: a task that is cancelled or started in
+        response to the step appears in the next row.
         """
         return self.columns.arrays()
 
     def close(self) -> None:
-        """Need no file any more: the run is over, and what is known of its steps is in memory."""
+        """Load the metrics of all steps into memory and close the file."""
         self.columns.close()
 
 
 def books_of(header: Header) -> Ledger:
-    """Return the books that a journal starts with: empty, or those of the run before."""
+    """Return the ledger at the start of a journal: empty, or that of the resumed run."""
     books = Ledger(header.batch)
     if header.state is not None:
         books.restore(header.state["ledger"])

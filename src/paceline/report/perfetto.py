@@ -1,14 +1,14 @@
 """A journal as a trace that ui.perfetto.dev and chrome://tracing open: Trace Event JSON.
 
-Each journal is a process and each of its workers a thread with a slice for every task, named by
-what became of it. Times are the run's seconds, counted in microseconds as the format wants it.
+Each journal is a process, and each of its workers a thread. Each task is a slice, named after its
+fate. Times are the seconds of the run, converted to microseconds as the format requires.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -26,12 +26,13 @@ from paceline.core.protocol import (
     TaskId,
     WorkerId,
 )
+from paceline.report.atomic import whole
 from paceline.report.metrics import Meter
-from paceline.report.whole import whole
 from paceline.report.workers import Span, in_order
 
 Source: TypeAlias = Journal | Path | str
 Event: TypeAlias = dict[str, Any]
+MakeMeter: TypeAlias = Callable[[Header], Meter]
 
 _STEPS = 0  # the thread of steps; workers come after it
 # Names of colors that chrome://tracing has; Perfetto picks its own.
@@ -44,37 +45,46 @@ _COLORS = {
 }
 
 
-def write(journals: Source | Sequence[Source], path: Path | str) -> int:
-    """Write a trace of one or several journals; return how many events it has.
+def write(
+    journals: Source | Sequence[Source], path: Path | str, meter: MakeMeter = Meter.begin
+) -> int:
+    """Write a trace of one or several journals; return the number of its events.
 
-    Journals are read once and never held in memory. A name that ends with .gz is compressed.
+    Journals are read once and never held in memory. A path that ends with .gz is compressed.
+
+    meter: makes the meter of a journal; nodes of a decentralized run need one of their own.
     """
     several = [journals] if isinstance(journals, Journal | Path | str) else list(journals)
     compress, count = Path(path).suffix == ".gz", 0
     with whole(path) as partial, _open(partial, compress) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
-        for count, event in enumerate(_all(several), 1):
+        for count, event in enumerate(_all(several, meter), 1):
             file.write("\n" if count == 1 else ",\n")
             file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
         file.write("\n]}\n")
     return count
 
 
-def events(header: Header, entries: Iterable[Entry], process: int = 1) -> Iterator[Event]:
+def events(
+    header: Header,
+    entries: Iterable[Entry],
+    process: int = 1,
+    meter: MakeMeter = Meter.begin,
+) -> Iterator[Event]:
     """Yield the events of one journal, in the order in which they are known."""
-    track = _Track(header, process)
+    track = _Track(header, process, meter(header))
     yield from track.begin()
     for entry in entries:
         yield from track.observe(entry)
     yield from track.end()
 
 
-def _all(journals: Sequence[Source]) -> Iterator[Event]:
+def _all(journals: Sequence[Source], meter: MakeMeter) -> Iterator[Event]:
     for process, source in enumerate(journals, 1):
         if isinstance(source, Journal):
-            yield from events(source.header, source, process)
+            yield from events(source.header, source, process, meter)
         else:
-            yield from events(read_header(source), read_entries(source), process)
+            yield from events(read_header(source), read_entries(source), process, meter)
 
 
 def _open(path: Path, compress: bool) -> TextIO:
@@ -89,19 +99,18 @@ class _Track:
 
     header: Header
     process: int
-    meter: Meter = field(init=False)
+    meter: Meter
     _spans: list[Span] = field(default_factory=list)
     _threads: dict[tuple[WorkerId, int], int] = field(default_factory=dict)
-    # Slices of a thread must not overlap, so of a worker's tasks at a time each has its lane.
-    _lanes: dict[TaskId, tuple[WorkerId, int]] = field(default_factory=dict)  # until it is drawn
-    _taken: dict[WorkerId, dict[int, TaskId]] = field(default_factory=dict)  # until it is over
+    # Slices of a thread must not overlap, so each concurrent task of a worker has its own lane.
+    _lanes: dict[TaskId, tuple[WorkerId, int]] = field(default_factory=dict)  # until drawn
+    _taken: dict[WorkerId, dict[int, TaskId]] = field(default_factory=dict)  # until over
     _stepped: float = 0.0
 
     def begin(self) -> Iterator[Event]:
-        self.meter = Meter.begin(self.header)
         self.meter.listener = self._spans.append
         self._stepped = self.meter.began
-        for span in self.meter.unsettled():  # of the run that this one was resumed from
+        for span in self.meter.unsettled():  # tasks of the resumed run
             self._take(span.task)
             if span.samples:
                 self._free(span.task.id)
@@ -122,7 +131,7 @@ class _Track:
                 for id in list(self._taken.get(worker, {}).values()):
                     self._free(id)
                 yield self._instant("lost", worker, now)
-        for command in entry.commands:  # in order: what is cancelled makes room for what starts
+        for command in entry.commands:  # in order: a cancelled task frees its lane for the next
             match command:
                 case Cancel(id):
                     self._free(id)
@@ -154,11 +163,11 @@ class _Track:
     def _slice(self, span: Span) -> Iterator[Event]:
         task = span.task
         place = self._lanes.pop(task.id, None)
-        if place is None:  # its result is kept, and was drawn when it was first used
+        if place is None:  # steps may use a result again; it is drawn once
             return
         args = {"task": task.id, "version": task.version, "samples": span.samples or task.computed}
         if span.fate == "used":
-            args |= {"step": span.step, "delay": span.delay}
+            args |= {"step": span.step, "staleness": span.staleness}
         if task.attempt > 1:
             args["attempt"] = task.attempt
         yield {
@@ -174,8 +183,8 @@ class _Track:
     def _step(self, row: int) -> Iterator[Event]:
         columns = self.meter.columns
         step, now, loss = (columns[name][row] for name in ("step", "seconds", "loss"))
-        results, delay = int(columns["results"][row]), columns["delay"][row]
-        args = {"results": results, "delay": delay, "samples": int(columns["samples"][row])}
+        results, staleness = int(columns["results"][row]), columns["staleness"][row]
+        args = {"results": results, "staleness": staleness, "samples": int(columns["samples"][row])}
         if isfinite(loss):
             args["loss"] = loss
         yield {
@@ -187,7 +196,7 @@ class _Track:
             "args": args,
         }
         self._stepped = now
-        counts = {"results": results, "waiting": self.meter.waiting, "delay": delay}
+        counts = {"results": results, "waiting": self.meter.waiting, "staleness": staleness}
         present = sum(tally.present for tally in self.meter.workers.values())
         for name, value in {**counts, "workers": present, "loss": args.get("loss")}.items():
             if value is not None:
@@ -195,7 +204,7 @@ class _Track:
 
     def _instant(self, name: str, worker: WorkerId, now: float) -> Event:
         peer = self.header.peer
-        if peer is not None and worker != peer.name:  # news of a neighbor
+        if peer is not None and worker != peer.name:  # a neighbor
             return {"ph": "i", "name": f"{worker} {name}", "s": "t", **self._at(_STEPS, now)}
         return {"ph": "i", "name": name, "s": "t", **self._at(self._thread(worker, 0), now)}
 
@@ -229,4 +238,4 @@ class _Track:
 
 
 def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)  # to nanoseconds, which is all that viewers have
+    return round(seconds * 1e6, 3)  # to nanoseconds, the resolution of the viewers

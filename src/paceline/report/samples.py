@@ -1,4 +1,4 @@
-"""What became of every sample that was handed out."""
+"""The fate of every sample that was handed out."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from paceline.report.workers import Fate
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Samples in a row of the data stream, and what became of them."""
+    """Consecutive samples of the data stream, and their fate."""
 
     task: TaskId
-    draw: int
+    offset: int
     samples: int
     fate: Fate
-    tile: int | None = None  # of placed data, which has a stream of its own
+    tile: int | None = None  # a data shard; each tile of placed data has its own stream
 
 
 def sample_fates(journal: Journal) -> list[Stretch]:
-    """Say what became of every sample that was handed out, in the order of the data stream.
+    """Return the fate of every sample that was handed out, in the order of the data stream.
 
     A sample that was redone after its worker was lost appears once, with its last fate.
     """
@@ -44,8 +44,10 @@ def sample_fates(journal: Journal) -> list[Stretch]:
     fates: dict[TaskId, tuple[Fate, int]] = {id: ("lost", 0) for id in books.lost}
     for entry in journal:
         match entry.event:
-            case Finished(id, samples):
+            case Finished(id, samples, skipped=skipped):
                 seen[id] = samples
+                if skipped:  # the policy discards the result, which has no samples
+                    fates[id] = "skipped", 0
             case Left(worker):
                 for id, task in tasks.items():
                     if task.worker == worker and id not in fates and id not in seen:
@@ -64,50 +66,50 @@ def sample_fates(journal: Journal) -> list[Stretch]:
     for task in tasks.values():
         for place in _places(task, *fates.get(task.id, ("unfinished", 0))):
             before = last.get(place)
-            # Several compute the same part of a batch; if one is used, it is.
+            # Several tasks may compute the same samples; they count as used if one of them is used.
             if before is None or fates.get(before.id, ("unfinished", 0))[0] != "used":
                 last[place] = task
     _drop_given_back(last, fates)
     stretches: list[Stretch] = []
-    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[0]):
+    for (tile, offset, total), task in sorted(last.items(), key=lambda item: item[0]):
         fate, count = fates.get(task.id, ("unfinished", 0))
         if tile != SHARED:
-            stretches.append(Stretch(task.id, draw, total, fate, tile))
+            stretches.append(Stretch(task.id, offset, total, fate, tile))
         elif fate == "used" and task.work.parts is None:
-            stretches.append(Stretch(task.id, draw, count, "used"))
+            stretches.append(Stretch(task.id, offset, count, "used"))
             if count < total:
-                stretches.append(Stretch(task.id, draw + count, total - count, "cut short"))
+                stretches.append(Stretch(task.id, offset + count, total - count, "cut short"))
         else:
-            stretches.append(Stretch(task.id, draw, total, fate))
+            stretches.append(Stretch(task.id, offset, total, fate))
     return stretches
 
 
 def _places(task: Task, fate: Fate, count: int) -> list[tuple[int, int, int]]:
-    """Return in which stream of data the samples of a task are, where, and how many."""
+    """Return the data stream, offset and number of each run of samples of a task."""
     if task.work.tiles is not None:
         if fate != "used":
             return list(task.stretches())
-        done = task.drawn(count)  # the rest is drawn again
-        return [(tile, draw, done[tile]) for tile, draw, _ in task.stretches() if done[tile]]
+        done = task.drawn(count)  # the rest is handed out again
+        return [(tile, offset, done[tile]) for tile, offset, _ in task.stretches() if done[tile]]
     if task.work.parts is None:
-        return [(SHARED, task.draw, task.samples * task.work.steps)]
+        return [(SHARED, task.offset, task.samples * task.work.steps)]
     return [(SHARED, *task.part(index)) for index in task.work.parts]
 
 
 def _drop_given_back(
     last: dict[tuple[int, int, int], Task], fates: Mapping[TaskId, tuple[Fate, int]]
 ) -> None:
-    """Leave out samples of tiles that were not used and then drawn again by a later task."""
+    """Leave out unused samples of tiles that a later task got again."""
     drawn: dict[int, list[tuple[int, int, TaskId]]] = {}
-    for (tile, draw, total), task in sorted(last.items(), key=lambda item: item[1].id):
+    for (tile, offset, total), task in sorted(last.items(), key=lambda item: item[1].id):
         if tile == SHARED:
             continue
         before = drawn.setdefault(tile, [])
-        # What was given back was the last that had been drawn.
-        while before and before[-1][0] + before[-1][1] > draw:
+        # Only the newest samples of a stream are ever returned to it.
+        while before and before[-1][0] + before[-1][1] > offset:
             start, count, id = before[-1]
             if fates.get(id, ("unfinished", 0))[0] not in ("cancelled", "discarded"):
                 break
             before.pop()
             del last[tile, start, count]
-        before.append((draw, total, task.id))
+        before.append((offset, total, task.id))

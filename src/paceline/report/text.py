@@ -8,16 +8,17 @@ from typing import Any
 
 from paceline.report.metrics import Meter
 
-FORGOTTEN = 0.5  # of its part: a model that saw less of some data than that is another model
+_SHOWN = 0.01  # of the workers' time; the summary reports waits for the driver from this share on
+FORGOTTEN = 0.5  # of the due weight; below it, a model has seen too little of a data shard
 
 
 def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> str:
-    """Say what was done, what it used, wasted and cost, all since the run was (re)started.
+    """Return a summary of the work done, used and wasted, and its cost, since the (re)start.
 
-    nodes: how many there are, if none is the main one.
+    nodes: the number of nodes of a decentralized run.
 
-    A started task is a model down, an arrived result a result up, and a worker is busy from a
-    task's start until its result, cancellation or loss; `Meter` says what is left out.
+    A started task counts as a model down, and an arrived result as a result up. A worker is busy
+    from a task's start until its result, cancellation or loss; see `Meter` for the limits.
     """
     columns = meter.columns
     steps = len(columns["step"])
@@ -28,12 +29,14 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
     if nodes is not None:
         title = f"{steps} steps of {_number(nodes, 'node')} in {seconds:.4g} s"
     last = losses[-1] if losses and meter.last_loss is None else meter.last_loss
-    if last is not None:  # which may be nan: then it diverged
+    if last is not None:  # it is nan if the run diverged
         title += f", loss {losses[0] if losses else last:.4g} -> {last:.4g}"
     per_step = samples / steps if steps else 0.0
     per_second = samples / seconds if seconds > 0 else 0.0
-    delay = sum(columns["delay"]) / steps if steps else 0.0
-    stale = "" if nodes is not None else f"; mean delay {delay:.3g} versions"
+    staleness = sum(columns["staleness"]) / steps if steps else 0.0
+    stale = "" if nodes is not None else f"; mean staleness {staleness:.3g} versions"
+    part = meter.driver_seconds / meter.worker_seconds if meter.worker_seconds else 0.0
+    driver = f", {part:.0%} for the driver and its callbacks" if part >= _SHOWN else ""
     lines = [
         f"{title} (ended: {reason})",
         f"  samples   {samples} used, {per_step:.4g} a step (batch_size {batch}), "
@@ -41,8 +44,10 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
         f"  tasks     {meter.started} started, {meter.used} used, {meter.wasted} wasted "
         f"({meter.cancelled} cancelled, {meter.discarded} discarded, {meter.lost} lost of which "
         f"{meter.redone} done again)",
-        f"  waiting   {meter.waiting:.0%} of the workers' time{stale}",
+        f"  waiting   {meter.waiting:.0%} of the workers' time{driver}{stale}",
     ]
+    if meter.samples_skipped:
+        lines.append(f"  skipped   {meter.samples_skipped} samples, whose results were not finite")
     represented = meter.represented()
     if len(represented):
         least, most = int(represented.argmin()), int(represented.argmax())
@@ -73,7 +78,7 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
 
 
 def speeds_line(speeds: Mapping[str, float]) -> str:
-    """Say how quick the slowest and the quickest workers were, in samples a second.
+    """Return the speeds of the slowest and the quickest workers, in samples a second.
 
     >>> speeds_line({"w0": 5.5, "w1": 22.0, "w2": 11.0})
     '  speeds    w0 5.5, w2 11, w1 22 samples a second'
@@ -85,7 +90,7 @@ def speeds_line(speeds: Mapping[str, float]) -> str:
 
 
 def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> str:
-    """Say what was done for data that stay with their workers.
+    """Return a line on tiles (data shards) that stay with their workers.
 
     >>> placed_line(3, 1, {5: 80.2})
     '  placement 3 tiles moved, 1 step waited for data; nobody had tile 5 (80 steps)'
@@ -100,7 +105,7 @@ def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> 
 
 
 def forecast_line(forecast: Mapping[str, Any], meter: Meter) -> str:
-    """Say what was forecast, and what it was: the seconds until the loss was at the target."""
+    """Return forecast and actual seconds until the loss reached the target."""
     middle, low, high = (
         "never" if seconds is None else f"{seconds:.4g}"
         for seconds in (forecast["seconds"], *forecast["intervals"]["seconds"])
@@ -121,7 +126,7 @@ def _number(count: int, name: str) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """Return a number of bytes as people read it.
+    """Return a number of bytes with a readable unit.
 
     >>> in_bytes(512), in_bytes(1_234_567), in_bytes(999_999)
     ('512 B', '1.23 MB', '1 MB')
@@ -134,7 +139,7 @@ def in_bytes(count: float) -> str:
 
 
 def in_dollars(amount: float) -> str:
-    """Return an amount in cents, or below a dollar with two digits that say something.
+    """Return an amount in dollars and cents, or with two significant digits if below $0.1.
 
     >>> in_dollars(1234.567), in_dollars(0.999), in_dollars(0.01234), in_dollars(0)
     ('$1234.57', '$1.00', '$0.012', '$0.00')

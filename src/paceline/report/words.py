@@ -1,15 +1,15 @@
-"""How times, counts and long texts are written."""
+"""Formatting of times, counts and long texts."""
 
 from __future__ import annotations
 
 TIMES = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
-"""Units of time, and their seconds."""
+"""Units of time, and their lengths in seconds."""
 LONGEST = 120
-"""Characters of a policy's or an engine's text that are shown."""
+"""The most characters shown of the text of a policy or an engine."""
 
 
 def in_time(seconds: float) -> str:
-    """Return a time as people say it, for sentences and tables.
+    """Return a time with a readable unit, for sentences and tables.
 
     >>> in_time(0.0123), in_time(135.2), in_time(4000), in_time(90000), in_time(1e6)
     ('12.3 ms', '135 s', '66.7 min', '25 h', '11.6 days')
@@ -21,7 +21,7 @@ def in_time(seconds: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time in six characters or fewer, for what is drawn anew all the time.
+    """Return a time in six characters or fewer, for views that are redrawn all the time.
 
     >>> [in_seconds(each) for each in (0.04, 9.96, 599, 600, 7200, 86400 * 12)]
     ['0.0 s', '10 s', '599 s', '10 min', '2.0 h', '288 h']
@@ -36,7 +36,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def number(count: int, name: str) -> str:
-    """Return a count and what it is of.
+    """Return a count with its noun.
 
     >>> number(1, "step"), number(12_000, "step")
     ('1 step', '12,000 steps')
@@ -45,7 +45,7 @@ def number(count: int, name: str) -> str:
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """Return a text of no more than so many characters.
+    """Return a text, cut to at most so many characters.
 
     >>> shortened("k_sync(6)"), shortened("k_sync(6)", 7)
     ('k_sync(6)', 'k_sync…')

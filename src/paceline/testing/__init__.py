@@ -1,4 +1,4 @@
-"""Public fakes and real faults: for testing policies, and what is built on Paceline."""
+"""Public fakes and real faults, to test policies and software that is built on Paceline."""
 
 from __future__ import annotations
 
@@ -10,29 +10,20 @@ from paceline.testing.slow import SlowWorkers, Throttle
 
 if TYPE_CHECKING:
     from paceline.testing.histories import History, check_books, legal_histories
-    from paceline.testing.storms.cases import Case
-    from paceline.testing.storms.storm import Violation, play
 
 __all__ = [
-    "Case",
     "Done",
     "History",
     "ScriptedEngine",
     "SlowWorkers",
     "Throttle",
-    "Violation",
     "check_books",
     "legal_histories",
-    "play",
     "transcript",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Case":  # which needs PyTorch, as the next ones do Ray
-        return getattr(importlib.import_module("paceline.testing.storms.cases"), name)
-    if name in ("Violation", "play"):
-        return getattr(importlib.import_module("paceline.testing.storms.storm"), name)
     if name in ("History", "check_books", "legal_histories"):
         try:
             return getattr(importlib.import_module("paceline.testing.histories"), name)

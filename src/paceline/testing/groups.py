@@ -1,4 +1,4 @@
-"""Processes that the kernel holds or slows together: a control group, on Linux, as root."""
+"""Linux control groups, which freeze or slow down several processes together; needs root."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-_PERIOD = 100_000  # microseconds; the kernel gives no less than one in a hundred of it
+_PERIOD = 100_000  # microseconds; the kernel's smallest quota is a hundredth of it
 _numbers = itertools.count()
 
 
 def missing() -> str | None:
-    """Say what this machine lacks for `Group`, or None if it lacks nothing."""
+    """Return what this machine lacks for `Group`, or None if it lacks nothing."""
     if os.geteuid() != 0:
         return "control groups need root"
     if _freezer() is None or _processor() is None:
@@ -24,10 +24,10 @@ def missing() -> str | None:
 
 
 class Group:
-    """Processes that can be frozen and limited to so many cores while entered.
+    """Processes that can be frozen and limited to so many cores while the group is entered.
 
-    What they start is in it too. On leaving, they are where they were before: in another group, if
-    that is still entered, and else free.
+    Their child processes are in the group too. On exit, each process returns to its previous group
+    if that still exists, and is free otherwise.
     """
 
     def __init__(self, pids: Iterable[int] = (), cores: float | None = None) -> None:
@@ -53,7 +53,7 @@ class Group:
         self._before.clear()
 
     def add(self, *pids: int) -> None:
-        """Take processes in; those that have ended meanwhile are left out."""
+        """Add processes; those that have ended are left out."""
         for folder in set(self._folders):
             for pid in pids:
                 with suppress(ProcessLookupError, FileNotFoundError):
@@ -63,7 +63,7 @@ class Group:
                     _write(folder / "cgroup.procs", str(pid))
 
     def limit(self, cores: float) -> None:
-        """Let them all together have so many cores."""
+        """Limit all processes together to so many cores."""
         if not 0.01 <= cores <= 1024:
             raise ValueError(f"cores={cores} is not within 0.01 and 1024; try 0.5")
         folder, quota = self._folders[1], int(cores * _PERIOD)
@@ -74,11 +74,11 @@ class Group:
             _write(folder / "cpu.cfs_quota_us", str(quota))
 
     def freeze(self) -> None:
-        """Stop them all, at once, without their notice."""
+        """Stop all processes at once; they cannot notice it."""
         self._hold(True)
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Continue all processes."""
         self._hold(False)
 
     def _hold(self, still: bool) -> None:
@@ -89,7 +89,7 @@ class Group:
             _write(folder / "freezer.state", "FROZEN" if still else "THAWED")
 
     def _empty(self, folder: Path) -> None:
-        """Put the processes of a group back to where they were, and remove it."""
+        """Return the processes of a group to their previous groups, and remove it."""
         until = time.monotonic() + 5
         while True:
             for pid in (folder / "cgroup.procs").read_text().split():
@@ -100,14 +100,14 @@ class Group:
                     _write(before / "cgroup.procs", pid)
             try:
                 return folder.rmdir()
-            except OSError:  # one is just being started, or ending
+            except OSError:  # a process is just starting or ending
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.01)
 
 
 def _mounts() -> list[tuple[str, Path, list[str]]]:
-    """Return the kinds of control groups that there are, where, and with what in them."""
+    """Return kind, mount point and options of each control group hierarchy."""
     found = []
     with suppress(FileNotFoundError):
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -118,7 +118,7 @@ def _mounts() -> list[tuple[str, Path, list[str]]]:
 
 
 def _freezer() -> Path | None:
-    """Return where processes can be frozen: the newer kind can everywhere."""
+    """Return the hierarchy that can freeze processes; version 2 always can."""
     for kind, where, options in sorted(_mounts(), reverse=True):
         if kind == "cgroup2" or "freezer" in options:
             return where
@@ -126,7 +126,7 @@ def _freezer() -> Path | None:
 
 
 def _processor() -> Path | None:
-    """Return where the use of cores can be limited."""
+    """Return the hierarchy that can limit the use of cores."""
     for kind, where, options in _mounts():
         if kind == "cgroup" and "cpu" in options:
             return where
@@ -153,7 +153,7 @@ def _group_of(pid: int, root: Path) -> Path:
 
 
 def _is_new(root: Path) -> bool:
-    """Tell whether groups below a folder are of the newer kind, which is one for all purposes."""
+    """Return whether a folder is of version 2, which has one hierarchy for all purposes."""
     return (root / "cgroup.controllers").exists()
 
 

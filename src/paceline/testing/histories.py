@@ -1,4 +1,4 @@
-"""Random but possible histories, to find the one that a policy did not think of.
+"""Random legal histories of events, to find one that a policy does not handle.
 
 Needs hypothesis: pip install "paceline[testing]".
 """
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.ledger import Ledger
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Event,
     Finished,
     Joined,
     Left,
-    Policy,
     Start,
     Stats,
     Step,
@@ -35,7 +35,7 @@ _OFTEN: tuple[Kind, ...] = ("join", "finish", "finish", "finish", "step")
 
 @dataclass(frozen=True)
 class Move:
-    """Something that may happen next: which one it concerns, and how much later it is."""
+    """A possible next event: its kind, the index of its worker or task, and the time until it."""
 
     kind: Kind
     which: int
@@ -44,15 +44,15 @@ class Move:
 
 @dataclass(frozen=True)
 class History:
-    """Moves, to be made possible by the policy they are played to."""
+    """A sequence of moves; those that are not possible when they are played are left out."""
 
     moves: tuple[Move, ...]
 
     def play(self, policy: Policy, batch: int = 8) -> Coordinator:
-        """Play to a fresh copy of the policy, checking the books after each event.
+        """Play the moves to a new copy of the policy, and check the ledger after each event.
 
-        Moves that cannot be are left out: nobody finishes who has no task. Late ones repeat a
-        result, or bring one whose task was cancelled or lost.
+        Impossible moves are left out, such as a result without a running task. A late move repeats
+        a result, or brings the result of a task that was cancelled or lost.
         """
         coordinator = Coordinator(policy, batch)
         ledger, past = coordinator.ledger, list[Task]()
@@ -86,7 +86,7 @@ class History:
                 task = list(ledger.running.values())[which % len(ledger.running)]
                 samples = task.samples * task.work.steps
                 if task.work.budget < inf and which == 0:
-                    samples = 0  # the budget was too short for anything
+                    samples = 0  # the budget was too short for a sample
                 return Finished(task.id, samples, move.seconds, _stats(which))
             case "late" if past:
                 task = past[which % len(past)]
@@ -100,7 +100,7 @@ class History:
 
 
 def legal_histories(max_workers: int = 10, max_size: int = 80) -> st.SearchStrategy[History]:
-    """Draw histories of joins, departures, results, late results, steps and timers."""
+    """Return a strategy of histories: joins, departures, results, late results, steps, timers."""
     joins = st.integers(1, max_workers).map(lambda n: tuple(Move("join", i, 0.0) for i in range(n)))
     move = st.builds(
         Move,
@@ -113,7 +113,7 @@ def legal_histories(max_workers: int = 10, max_size: int = 80) -> st.SearchStrat
 
 
 def check_books(ledger: Ledger) -> None:
-    """Hold every index of the books against what it is an index of."""
+    """Check every index of the ledger against the entries that it indexes."""
     tasks = dict.fromkeys(ledger.workers, 0)
     for task in ledger.running.values():
         tasks[task.worker] += 1
@@ -123,12 +123,12 @@ def check_books(ledger: Ledger) -> None:
     assert set(ledger.free) == set(ledger.idle) - set(results)
     assert not ledger.held.keys() & ledger.running.keys()
     assert not ledger.lost.keys() & (ledger.held.keys() | ledger.running.keys())
-    assert ledger.gathered == sum(result.task.work.shares for result in ledger.held.values())
+    assert ledger.held_shares == sum(result.task.work.shares for result in ledger.held.values())
     running = list(ledger.running.values())
     versions = [task.version for task in running]
     assert versions == sorted(versions)
     for delay in (0, 1, 3, inf):
-        fresh = sum(task.work.shares for task in running if ledger.delay(task) <= delay)
+        fresh = sum(task.work.shares for task in running if ledger.staleness(task) <= delay)
         assert ledger.outstanding(delay) == fresh
 
 

@@ -22,12 +22,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.engines.ray.settings import SETTINGS
+from paceline.engines.ray.cluster.settings import SETTINGS
 from paceline.testing.groups import Group
 
-# For everything that runs on a host. A token of these hosts alone, no reports; nothing killed or
-# slowed down for the sake of a machine that is not theirs alone; and gloo takes the link, not what
-# the machine's name resolves to.
+# For every process on a host: a token of these hosts alone, and no usage reports. Ray neither kills
+# nor slows down a process to spare the machine, which others share. Gloo uses the link, not the
+# address to which the machine's name resolves.
 _ENVIRONMENT = {
     **SETTINGS,
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def missing() -> str | None:
-    """Say what this machine lacks for `Hosts`, or None if it lacks nothing."""
+    """Return what this machine lacks for `Hosts`, or None if it lacks nothing."""
     if sys.platform != "linux":
         return f"network namespaces need Linux, not {sys.platform}"
     if os.geteuid() != 0:
@@ -68,9 +68,9 @@ def missing() -> str | None:
 class Hosts:
     """Hosts 0 to `count - 1`, each with a link of its own to one switch, while entered.
 
-    `delay` is one-way seconds and `rate` bits per second of each link and direction, so that a
-    message between two hosts and its answer cross four of them. `queue` is the bytes that may wait
-    at either end of a link before the next frame is dropped.
+    `delay` is one-way seconds and `rate` bits per second of each link and direction. A message
+    between two hosts and its answer cross four of them. `queue` is the bytes that may wait at
+    either end of a link before the next frame is dropped.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Hosts:
         self._names: list[str] = []
         self._started: list[tuple[int, subprocess.Popen[Any]]] = []
         self._wire: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # one question to the wire at a time
+        self._lock = threading.Lock()  # one command to the wire at a time
         self._frozen: dict[int, Group] = {}
         self._node_options: tuple[float, int, Mapping[str, str] | None] = (1, 0, None)
         self._stack = ExitStack()
@@ -108,7 +108,7 @@ class Hosts:
             raise RuntimeError("these hosts are already entered; make others with Hosts(...)")
         prefix = f"pl{os.getpid()}n{next(_numbers)}h"
         _sweep(prefix)
-        with ExitStack() as stack:  # undoes what was done, should a line below raise
+        with ExitStack() as stack:  # undoes all of it if a line below raises
             self._folder = _made_folder()
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._token().touch(0o600)
@@ -124,7 +124,7 @@ class Hosts:
             stack.enter_context(self._wire)
             stack.callback(self._wire.kill)
             stack.callback(self._end_processes)
-            self._ask("stat")  # answered once it has made the devices
+            self._ask("stat")  # answered once the devices exist
             for host in range(self.count):
                 self._configure(host)
             self._stack = stack.pop_all()
@@ -150,7 +150,7 @@ class Hosts:
         loss: float | None = None,
         up: bool | None = None,
     ) -> None:
-        """Change the link of a host from now on; `up=False` cuts it, and loses what is on it."""
+        """Change the link of a host from now on; `up=False` cuts it and loses its frames."""
         self._name(host)
         for what, value in _checked(delay, rate, loss).items():
             self._ask(f"{what} {host} {value!r}")
@@ -158,7 +158,7 @@ class Hosts:
             self._ask(f"up {host} {up:d}")
 
     def carried(self) -> dict[int, tuple[int, int]]:
-        """Return the bytes carried so far out of and into each host, with their headers."""
+        """Return the bytes sent so far out of and into each host, headers included."""
         return {host: (n[0], n[3]) for host, n in enumerate(self._counts())}
 
     def dropped(self) -> dict[int, tuple[int, int]]:
@@ -187,7 +187,7 @@ class Hosts:
         timeout: float,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end; return its code and what it wrote."""
+        """Run a command on a host to its end; return its exit code and its output."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with self.popen(host, command, env, stdin=subprocess.DEVNULL, **pipes) as process:
             try:
@@ -198,7 +198,7 @@ class Hosts:
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
     def pids(self, host: int, begins: str = "") -> list[int]:
-        """Return the processes on a host, or those whose command line begins so."""
+        """Return the processes on a host whose command line begins with `begins`."""
         found = []
         for pid in map(int, _ip("netns", "pids", self._name(host)).split()):
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -207,28 +207,28 @@ class Hosts:
         return found
 
     def freeze(self, host: int) -> None:
-        """Stop every process on a host, as a machine that hangs; its kernel answers still."""
+        """Stop every process on a host, like a machine that hangs; its kernel still answers."""
         if host not in self._frozen:
             self._frozen[host] = Group().__enter__()
         self._frozen[host].add(*self.pids(host))
         self._frozen[host].freeze()
 
     def thaw(self, host: int) -> None:
-        """Let the processes on a host go on."""
+        """Continue the processes on a host."""
         if (group := self._frozen.pop(host, None)) is not None:
             group.__exit__()
 
     def kill(self, host: int) -> None:
         """Kill every process on a host.
 
-        Its peers are told, as by any kernel that outlives its processes; cut the link first for a
-        machine that is gone without a word.
+        The kernel closes its connections, so its peers notice at once. Cut the link first to
+        simulate a machine that disappears silently.
         """
         name = self._name(host)
         self.thaw(host)
         for where, process in self._started:
             if where == host:
-                process.kill()  # it may have been started, but not have come there yet
+                process.kill()  # it may not have entered the namespace yet
         _kill(name)
 
     def start_ray(
@@ -238,10 +238,15 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         timeout: float = 90.0,
     ) -> str:
-        """Start a head on host 0 and a node on each other host; return the address to join."""
+        """Start a head on host 0 and a node on each other host; return the address to join.
+
+        Start as many at once as this machine has cores: Ray gives up a node that needs over 30 s.
+        """
         until = time.monotonic() + timeout
         self._node_options = cpus, object_store, env
-        for group in ([0], range(1, self.count)):
+        cores = os.cpu_count() or 1
+        rest = (range(1, self.count)[i : i + cores] for i in range(0, self.count - 1, cores))
+        for group in ([0], *rest):
             started = [(host, self.start_node(host)) for host in group]
             for host, process in started:
                 with suppress(subprocess.TimeoutExpired):
@@ -255,7 +260,7 @@ class Hosts:
         return self._address()
 
     def start_node(self, host: int) -> subprocess.Popen[Any]:
-        """Begin to start Ray on a host, as `start_ray` did, if it was lost; return the command."""
+        """Begin to start Ray again on a lost host, as `start_ray` did; return the process."""
         cpus, object_store, env = self._node_options
         if host == 0:
             role = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--num-cpus=1"]
@@ -271,7 +276,7 @@ class Hosts:
             f"--temp-dir={self._folder / f'h{host}'}",
             "--disable-usage-stats",
         ]
-        # A file, not a pipe: the daemons that it leaves behind would hold a pipe open.
+        # A file, not a pipe: the daemons that the command starts would hold a pipe open.
         with self._log(host).open("w") as log:
             return self.popen(host, [command, "start", *role, *common], env, stdout=log, stderr=log)
 
@@ -285,7 +290,7 @@ class Hosts:
         return self._folder / f"ray{host}.log"
 
     def _configure(self, host: int) -> None:
-        """Set the devices of a host up, without the IPv6 address whose chatter would be counted."""
+        """Set up the devices of a host, without IPv6, whose traffic would be counted."""
         lines = (
             "link set lo up",
             f"link set eth0 mtu {self._mtu} addrgenmode none up",
@@ -302,13 +307,13 @@ class Hosts:
                 )
 
     def _ask(self, command: str, seconds: float = 10.0) -> str:
-        """Tell the wire something; return its answer."""
+        """Send a command to the wire; return its answer."""
         self._name(0)
         wire = self._wire
         if wire is None or wire.stdin is None or wire.stdout is None or wire.stderr is None:
             raise AssertionError("the wire is always started with pipes")
         with self._lock:
-            with suppress(BrokenPipeError):  # the missing answer tells it
+            with suppress(BrokenPipeError):  # the missing answer reports it
                 wire.stdin.write(command + "\n")
                 wire.stdin.flush()
             answer = wire.stdout.readline() if _readable(wire.stdout.fileno(), seconds) else ""
@@ -329,7 +334,7 @@ class Hosts:
             self._started.pop()[1].wait(10)
 
     def _name(self, host: int) -> str:
-        """Return the namespace of a host that there is now."""
+        """Return the namespace of a host; refuse if the hosts are not up."""
         self.ip(host)
         if not self._names:
             raise RuntimeError("these hosts are not up; do this inside `with Hosts(...) as hosts:`")
@@ -337,7 +342,7 @@ class Hosts:
 
 
 def _checked(delay: float | None, rate: float | None, loss: float | None) -> dict[str, float]:
-    """Return those settings of a link that are given, if they are possible."""
+    """Return the given settings of a link; refuse impossible values."""
     if delay is not None and not 0 <= delay <= 60:
         raise ValueError(f"delay={delay} is not within 0 and 60 seconds; try 0.005")
     if rate is not None and not rate >= 1000:
@@ -352,7 +357,7 @@ def _checked(delay: float | None, rate: float | None, loss: float | None) -> dic
 
 
 def _ip(*arguments: str, lines: str | None = None) -> str:
-    """Run `ip`; return what it wrote."""
+    """Run `ip`; return its output."""
     done = subprocess.run(
         ["ip", *arguments], input=lines, capture_output=True, text=True, timeout=30
     )
@@ -362,7 +367,7 @@ def _ip(*arguments: str, lines: str | None = None) -> str:
 
 
 def _kill(name: str) -> None:
-    """Kill whatever runs in a namespace, and what that has started meanwhile; wait for its end."""
+    """Kill all processes in a namespace, new ones included, and wait until they have ended."""
     for _ in range(100):
         targets = []
         for pid in _ip("netns", "pids", name).split():
@@ -380,26 +385,26 @@ def _kill(name: str) -> None:
 
 
 def _readable(file: int, seconds: float) -> bool:
-    """Wait until there is something to read, or, of a process, until it has ended."""
+    """Wait until a file is readable; a pidfd is when its process has ended."""
     poll = select.poll()  # select takes no number above 1023
     poll.register(file, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 def _made_folder() -> Path:
-    """Make a folder; near the root, as the sockets that Ray keeps in it have short names only."""
+    """Make a folder near the root, since the sockets of Ray in it need short paths."""
     return Path(tempfile.mkdtemp(prefix=f"paceline{os.getpid()}-", dir="/tmp"))
 
 
 def _sweep(prefix: str) -> None:
-    """Remove what processes that were killed have left, and what bears our names by accident."""
+    """Remove the leftovers of killed processes, and namespaces that have our prefix by accident."""
 
     def is_left(match: re.Match[str] | None) -> bool:
         return match is not None and not Path(f"/proc/{match[1]}").exists()
 
     for name in (line.split()[0] for line in _ip("netns", "list").splitlines()):
         if name.startswith(prefix) or is_left(_NAMESPACE.fullmatch(name)):
-            with suppress(RuntimeError):  # another process may be at it, and faster
+            with suppress(RuntimeError):  # another process may remove it first
                 _kill(name)
                 _ip("netns", "del", name)
     for folder in Path("/tmp").glob("paceline*-*"):
@@ -413,7 +418,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def _compiled() -> str:
-    """Compile the wire, once for this process."""
+    """Compile the wire program, once for this process."""
     folder = _made_folder()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source, program = Path(__file__).with_name("wire.c"), folder / "wire"

@@ -1,4 +1,4 @@
-"""An engine that plays a script, for testing a policy without any engine at all."""
+"""An engine that plays a script of events, to test a policy without a real engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     MAIN,
     Command,
     Event,
     Finished,
-    Policy,
     Start,
     Stats,
     Step,
@@ -25,15 +25,15 @@ from paceline.core.protocol import (
 
 @dataclass(frozen=True)
 class Done:
-    """In a script: the worker finishes the oldest task it has."""
+    """A script item: the worker finishes its oldest task."""
 
     worker: WorkerId
-    samples: int | None = None  # None: all that were asked for
+    samples: int | None = None  # None: all samples of the task
     stats: Stats = field(default_factory=dict)
 
 
 class ScriptedEngine:
-    """Reports the events of a script at their times, and writes down what it is told to do.
+    """Reports the events of a script at their times, and records the commands that it gets.
 
     After each `Step` it reports `Stepped`, as every engine does.
     """
@@ -74,7 +74,7 @@ class ScriptedEngine:
 def transcript(
     policy: Policy, script: Iterable[tuple[float, Event | Done]], batch: int = 1
 ) -> list[Entry]:
-    """Play a script to a policy; return what happened and what it answered, entry by entry."""
+    """Play a script to a policy; return each event with the commands of the policy."""
     engine = ScriptedEngine(script)
     coordinator = Coordinator(policy, batch)
     entries = []

@@ -1,8 +1,8 @@
-"""Slows a real process down: it is stopped and continued so that it runs a share of the time.
+"""Slows a real process down: stops and continues it so that it runs a share of the time.
 
-Linux only. The stopping is done by a small process of its own, whose cycle no other thread's hold
-on the interpreter lock can distort, and which outlives nobody: it ends with its time, its parent
-or its target, and its last act is to let the target run.
+Linux only. A small separate process does this, so that no thread with the interpreter lock can
+distort the cycle. It ends after its time, or with its parent or its target. Before it ends, it
+continues the target.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Protocol, Self
 
-from paceline.callbacks import Callback, Progress
+from paceline.report.callbacks import Callback, Progress
 
-# Answers every share it takes on with one byte, once it acts on it. The target is a pidfd, so a
-# reused process id is never hit. `balance` is what the target has run beyond its share, weighted
-# so that a second of running adds 1 - share and a second of standing takes share away: measured
-# time goes in, so whatever a phase oversleeps, the phases after it make up for.
-_PATIENCE = 30.0  # seconds for a process that only has to answer
+# The script answers each new share with one byte, once the share is in effect. The target is a
+# pidfd, so a reused process id is never hit. `balance` is the time that the target has run beyond
+# its share: a second of running adds 1 - share, and a second of standing subtracts share. It uses
+# measured time, so later phases make up for a phase that oversleeps.
+_PATIENCE = 30.0  # timeout in seconds for an answer
 _SCRIPT = """
 import os, select, signal, struct, sys, time
 
@@ -87,7 +87,7 @@ finally:
 
 
 class Throttle:
-    """Lets a process run only `share` of the time while entered, for at most `seconds`.
+    """Limits a process to `share` of the time while entered, for at most `seconds`.
 
     A share of 1.0 leaves the process alone, 0.0 pauses it; between them it runs once per `period`.
     """
@@ -129,14 +129,14 @@ class Throttle:
         self._close()
 
     def change(self, share: float) -> None:
-        """Give the process another share from now on; the `seconds` go on counting."""
+        """Give the process another share from now on; the `seconds` keep counting."""
         share = _checked(share)
         if self._child is None:
             raise RuntimeError(
                 f"this throttle of process {self.pid} is not entered; call change(share) inside "
                 f"`with Throttle(...) as throttle:`"
             )
-        # A child that has ended takes no order, which the missing answer then reports.
+        # If the child has ended, the missing answer reports it.
         with suppress(BrokenPipeError):
             os.write(_number(self._child.stdin), struct.pack("=d", share))
         self._await_answer(self._child)
@@ -153,7 +153,7 @@ class Throttle:
         )
 
     def _await_answer(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait until the last share given is acted on."""
+        """Wait until the last given share is in effect."""
         answered = select.poll()
         answered.register(_number(child.stdout), select.POLLIN)
         if not answered.poll(1000 * _PATIENCE):
@@ -180,10 +180,10 @@ class Throttle:
                     child.wait(_PATIENCE)
                 except subprocess.TimeoutExpired:
                     child.kill()
-                child.__exit__(None, None, None)  # of a process that has ended or was killed
+                child.__exit__(None, None, None)  # the child has ended or was killed
         finally:
             if target is not None:
-                # Once more, in case somebody killed the child while the target was stopped.
+                # Once more, in case the child was killed while the target was stopped.
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(target, signal.SIGCONT)
                 os.close(target)
@@ -198,7 +198,7 @@ class HasProcesses(Protocol):
 class SlowWorkers(Callback):
     """Slows workers of a run down, from its first step to its end: `{"w7": 0.1}`.
 
-    A worker that is started again is as slow as it was.
+    A restarted worker gets the same share again.
     """
 
     def __init__(
@@ -207,10 +207,10 @@ class SlowWorkers(Callback):
         self._engine, self._period = engine, period
         self._shares = {worker: _checked(share) for worker, share in shares.items()}
         self._slowed: dict[str, Throttle] = {}
-        self._begun = False  # a step of the run was taken
+        self._begun = False  # whether a step of the run was taken
 
     def change(self, shares: Mapping[str, float]) -> None:
-        """Slow by other shares from now on; who is not named runs freely again."""
+        """Use other shares from now on; workers without a share run freely again."""
         self._shares = {worker: _checked(share) for worker, share in shares.items()}
         for worker in [worker for worker in self._slowed if worker not in shares]:
             self._slowed.pop(worker).__exit__(None, None, None)
@@ -227,7 +227,7 @@ class SlowWorkers(Callback):
             self._slowed.popitem()[1].__exit__(None, None, None)
 
     def _slow_down(self) -> None:
-        """Give every worker that is up the share it is to have."""
+        """Apply its share to every running worker."""
         pids = self._engine.pids()
         for worker, share in self._shares.items():
             pid, throttle = pids.get(worker), self._slowed.get(worker)
@@ -243,14 +243,14 @@ class SlowWorkers(Callback):
 
 
 def _number(pipe: IO[bytes] | None) -> int:
-    """Return the file descriptor of a pipe that was asked for."""
+    """Return the file descriptor of a pipe."""
     if pipe is None:
         raise AssertionError("the child is always started with pipes")
     return pipe.fileno()
 
 
 def _checked(share: float) -> float:
-    """Return a share that is one."""
+    """Return a share; refuse a number outside 0 to 1."""
     if not 0 <= share <= 1:
         raise ValueError(
             f"share={share} is not within 0 and 1; use 1.0 for full speed, 0.5 for half, "
@@ -270,7 +270,7 @@ def _opened(pid: int) -> int:
             f"there is no process {pid}; give the id of a running one, on this machine"
         ) from None
     try:
-        # A pidfd is readable once its process has ended, even before anybody waits for it.
+        # A pidfd is readable once its process has ended, even before its parent waits for it.
         ended = select.poll()
         ended.register(target, select.POLLIN)
         if ended.poll(0):

@@ -15,8 +15,8 @@ SCRIPT = """
 import sys
 import paceline as pl
 
-learner = pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
-engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+learner = pl.learners.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
+engine = pl.Simulator(3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.1), pl.delays.Fixed(1.0)], unit=1)
 k = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 trainer = pl.Trainer(learner, pl.k_sync(k), engine, progress=False, journal=f"k{k}.jsonl")
 """
@@ -47,8 +47,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
 def journal(tmp_path: Path) -> Path:
     """Write the journal of a short run."""
     path = tmp_path / "run.jsonl"
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.delays.Exponential(0.1), unit=1)
     prices = pl.Prices(per_hour=36.0)
     pl.Trainer(learner, pl.k_sync(2), engine, journal=path, prices=prices, progress=False).fit(
         steps=20
@@ -59,8 +59,10 @@ def journal(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the profile of three workers, one of them slow."""
-    learner = pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    learner = pl.learners.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(
+        3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.1), pl.delays.Fixed(1.0)], unit=1
+    )
     path = tmp_path_factory.mktemp("fleet") / "fleet.json"
     pl.profile(learner, engine, seconds=60, prices=pl.Prices(per_hour=1.0)).save(path)
     return path

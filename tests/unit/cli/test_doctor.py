@@ -17,6 +17,7 @@ from paceline.cli.doctor import answer_of, of_cluster, of_host
 HOST: dict[str, Any] = {
     "host": "here",
     "cores": 2,
+    "load": 0.5,
     "memory": 8 * 2**30,
     "free_memory": 4 * 2**30,
     "shared_memory": 4 * 2**30,
@@ -46,6 +47,7 @@ def test_a_machine_that_is_well() -> None:
         ({"missing": "No module named 'ray'"}, "error", "No module named 'ray'", "pip install"),
         ({"versions": {**HOST["versions"], "ray": "2.9.3"}}, "error", "too old", ">=2.59"),
         ({"versions": {"ray": "2.60.0"}}, "error", "PyTorch is missing", "pip install torch"),
+        ({"load": 5.0}, "warning", "a load of 5.0 on 2 cores", "expect Ray to start slowly"),
         ({"free_memory": 2**28}, "warning", "memory free", "end what needs memory"),
         ({"shared_memory": 64 * 2**20}, "warning", "67.1 MB of shared memory", "--shm-size"),
         ({"threads": {"OMP_NUM_THREADS": "64"}}, "warning", "more threads", "OMP_NUM_THREADS=2"),

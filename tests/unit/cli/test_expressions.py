@@ -19,18 +19,21 @@ from paceline.core.state import describe
         (" k_sync(6) ", pl.k_sync(6)),
         ("k_sync(k=3, samples=8)", pl.k_sync(3, 8)),
         ("bandit(4, hedge=2)", pl.bandit(4, hedge=2)),
-        ("bandit(2, index=Thompson())", pl.bandit(2, index=pl.Thompson())),
+        ("bandit(2, index=Thompson())", pl.bandit(2, index=pl.selection.Thompson())),
         ("ata(6)", pl.ata(6)),
         ("rennala(4)", pl.rennala(4)),
         ("ringmaster(16, stops=False)", pl.ringmaster(16, stops=False)),
-        ("asynchronous(max_delay=inf, damping=True)", pl.asynchronous()),
+        ("asynchronous(max_staleness=inf, damping=True)", pl.asynchronous()),
         ("k_async(2)", pl.k_async(2)),
         ("local_sgd(8)", pl.local_sgd(8)),
         ("deadline(2.5)", pl.deadline(2.5)),
-        ("Gather(placement=BySpeed())", pl.Gather(placement=pl.BySpeed())),
-        ("Among(['w0', 'w2'], sync())", pl.Among(["w0", "w2"], pl.sync())),
-        ("k_sync(Schedule({0: 2, 10: 4}))", pl.k_sync(pl.Schedule({0: 2, 10: 4}))),
-        ("Until(MinWorkers(2, sync()), steps=9)", pl.Until(pl.MinWorkers(2, pl.sync()), 9)),
+        ("Gather(placement=BySpeed())", pl.policies.Gather(placement=pl.BySpeed())),
+        ("OnlyWorkers(['w0', 'w2'], sync())", pl.policies.OnlyWorkers(["w0", "w2"], pl.sync())),
+        ("k_sync(Schedule({0: 2, 10: 4}))", pl.k_sync(pl.policies.Schedule({0: 2, 10: 4}))),
+        (
+            "Until(MinWorkers(2, sync()), steps=9)",
+            pl.policies.Until(pl.policies.MinWorkers(2, pl.sync()), 9),
+        ),
     ],
 )
 def test_what_is_written_is_what_is_built(text: str, policy: Any) -> None:
@@ -39,8 +42,8 @@ def test_what_is_written_is_what_is_built(text: str, policy: Any) -> None:
 
 
 def test_codecs_are_built() -> None:
-    assert parse("Feedback(TopK(0.1))", CODECS) == pl.Feedback(pl.TopK(0.1))
-    assert parse("asynchronous()").max_delay == inf
+    assert parse("Feedback(TopK(0.1))", CODECS) == pl.codecs.Feedback(pl.codecs.TopK(0.1))
+    assert parse("asynchronous()").max_staleness == inf
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_codecs_are_built() -> None:
         ("k_sync({**{}})", "use numbers, texts, lists"),
         ("k_sync(k := 2)", "use numbers, texts, lists"),
         ("(lambda: k_sync(2))()", "is no call"),
-        ("eval('1')", "'eval' is unknown; known are Among"),
+        ("eval('1')", "'eval' is unknown; known are Deadline"),
         ("Trainer()", "'Trainer' is unknown"),
         ("Int8()", "'Int8' is unknown"),  # known, and no policy
         ("k_sync", "lacks its arguments"),

@@ -14,9 +14,9 @@ import paceline as pl
 Paceline = Callable[..., Result]
 
 
-def train(path: Path, policy: pl.Gather) -> pl.Run:
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+def train(path: Path, policy: pl.policies.Gather) -> pl.Run:
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.delays.Exponential(0.1), unit=1)
     trainer = pl.Trainer(learner, policy, engine, journal=path, progress=False)
     return trainer.fit(steps=20)
 
@@ -26,7 +26,7 @@ def test_a_report_is_the_summary_of_the_run(paceline: Paceline, tmp_path: Path) 
     found = paceline("report", tmp_path / "a.jsonl")
     first, rest = found.stdout.split("\n", 1)
     assert first.startswith("Gather(k=2) on Simulator(workers=3")
-    assert rest == run.summary() + "\n"
+    assert run.summary() == f"{rest}  journal   {tmp_path / 'a.jsonl'}"
 
 
 def test_a_report_as_json(paceline: Paceline, journal: Path) -> None:
@@ -46,9 +46,9 @@ def test_a_journal_that_is_cut_off_is_reported_as_far_as_it_goes(
 
 
 def test_a_report_of_a_run_without_a_main_node(paceline: Paceline, tmp_path: Path) -> None:
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
-    policy = pl.Gossip(pl.ring(3))
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.delays.Exponential(0.1), unit=1)
+    policy = pl.gossip.Gossip(pl.gossip.ring(3))
     path = tmp_path / "g.jsonl"
     pl.Trainer(learner, policy, engine, journal=path, progress=False).fit(steps=5)
     found = paceline("report", tmp_path / "g-w0.jsonl")
@@ -99,8 +99,8 @@ def test_where_a_replay_differs(paceline: Paceline, journal: Path) -> None:
 
 def test_a_resumed_run_is_replayed(paceline: Paceline, tmp_path: Path) -> None:
     def trainer() -> pl.Trainer:
-        learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
-        engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+        learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+        engine = pl.Simulator(3, pl.delays.Exponential(0.1), unit=1)
         saves = pl.Checkpoints(tmp_path / "saved", every=5)
         path = tmp_path / "a.jsonl"
         return pl.Trainer(
@@ -117,8 +117,8 @@ def test_a_resumed_run_is_replayed(paceline: Paceline, tmp_path: Path) -> None:
 
 
 def test_a_journal_that_no_trainer_wrote(paceline: Paceline, tmp_path: Path) -> None:
-    coordinator = pl.Coordinator(pl.sync(), journal=pl.Journal(path=tmp_path / "a.jsonl"))
-    coordinator.handle(0.0, pl.Joined("w0"))
+    coordinator = pl.protocol.Coordinator(pl.sync(), journal=pl.Journal(path=tmp_path / "a.jsonl"))
+    coordinator.handle(0.0, pl.protocol.Joined("w0"))
     coordinator.journal.close()
     found = paceline("replay", tmp_path / "a.jsonl", "--policy", "sync()")
     assert found.exit_code == 0, found.stderr
@@ -126,8 +126,8 @@ def test_a_journal_that_no_trainer_wrote(paceline: Paceline, tmp_path: Path) -> 
 
 def test_policies_that_have_no_text_must_be_given(paceline: Paceline, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, pl.Exponential(0.1), unit=1)
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(3, pl.delays.Exponential(0.1), unit=1)
     pl.Trainer(learner, pl.coded(1), engine, journal=path, progress=False).fit(steps=5)
     found = paceline("replay", path)
     assert found.exit_code == 1 and "give it as --policy" in found.stderr
@@ -140,11 +140,31 @@ def test_a_file_that_is_no_journal_is_named(paceline: Paceline, tmp_path: Path) 
         "",
         "[1]\n",
         '{"format": 9}\n',
-        '{"format": 1, "wings": 2}\n',
-        '{"format": 1}\n{}\n',
+        '{"format": 2, "wings": 2}\n',
+        '{"format": 2}\n{}\n',
     ):
         path.write_text(text)
         for command in ("report", "compare", "replay"):
             found = paceline(command, path)
             assert found.exit_code == 1
             assert "a.jsonl is not a journal" in found.stderr
+
+
+def test_no_command_overwrites_a_journal(
+    paceline: Callable[..., Result], journal: Path, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(text := journal.read_text())
+    for command in (
+        ("report", journal, "-o", other),
+        ("report", journal, "-o", journal),
+        ("export", journal, "-o", other),
+        ("profile", script("trainer.fit(steps=5)"), "-o", other),
+    ):
+        done = paceline(*command)
+        assert done.exit_code == 1
+        assert "is a journal, and would be lost; give another name to -o" in done.stderr
+        assert other.read_text() == journal.read_text() == text
+    done = paceline("plan", journal, "--target", "0.5")
+    assert done.exit_code == 1
+    assert "`paceline profile SCRIPT -o fleet.json`" in done.stderr

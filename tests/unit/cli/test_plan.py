@@ -67,6 +67,44 @@ def test_what_cannot_be_simulated(
     assert told in found.stderr and not found.stdout
 
 
+@pytest.fixture
+def adamw(tmp_path: Path) -> Path:
+    """Write the profile of a script that trains with AdamW."""
+    workers = {
+        f"w{i}": pl.planner.WorkerProfile(pl.delays.Fixed(each))
+        for i, each in enumerate((0.1, 1.0))
+    }
+    path = tmp_path / "adamw.json"
+    pl.Profile(workers, 12, 400, optimizer={"name": "AdamW", "lr": 0.01}).save(path)
+    return path
+
+
+def test_other_optimizers_than_sgd_are_not_forecast_as_sgd(paceline: Paceline, adamw: Path) -> None:
+    args = ("--target", "0.5", "--learning-rate", "0.01")
+    found = paceline("plan", adamw, *args)
+    assert found.exit_code == 0, found.stderr
+    assert found.stdout.startswith("with the least time per step; the steps to a loss of 0.5 are")
+    data = json.loads(paceline("plan", adamw, *args, "--json").stdout)
+    assert "optimizer is AdamW" in data["unknown"]
+    assert {entry["seconds"] for entry in data["entries"]} == {None}
+    assert data["entries"][0]["per_step"]["seconds"] > 0
+    told = paceline("simulate", adamw, "--policy", "sync()", *args).stdout
+    assert told.startswith("Gather(): 6 s a step [6-6], ")
+    assert "steps to a loss are unknown" in told and "theory" not in told
+
+
+def test_an_older_profile_is_read_with_a_note(
+    paceline: Paceline, fleet: Path, tmp_path: Path
+) -> None:
+    data = json.loads(fleet.read_text())
+    del data["optimizer"]
+    path = tmp_path / "older.json"
+    path.write_text(json.dumps({**data, "format": 1}))
+    args = ("--policy", "sync()", "--target", "0.5", "--learning-rate", "0.2", "--seeds", "1")
+    told = paceline("simulate", path, *args).stdout
+    assert "note: this profile is of an older version and does not name its optimizer" in told
+
+
 def test_a_file_that_is_no_profile_is_named(paceline: Paceline, tmp_path: Path) -> None:
     for text in ("", "[]", '{"format": 1}', "\x00"):
         path = tmp_path / "fleet.json"
@@ -79,8 +117,8 @@ def test_a_file_that_is_no_profile_is_named(paceline: Paceline, tmp_path: Path) 
 
 def test_both_tell_how_far_they_are(fleet: Path) -> None:
     profile, told = pl.Profile.load(fleet), list[float]()
-    pl.forecast(pl.sync(), profile, learning_rate=0.2, target=0.5, seeds=4, told=told.append)
+    pl.forecast(pl.sync(), profile, learning_rate=0.2, target=0.5, seeds=4, on_progress=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]
     told.clear()
-    pl.plan(profile, target=0.5, learning_rate=0.2, told=told.append)
+    pl.plan(profile, target=0.5, learning_rate=0.2, on_progress=told.append)
     assert told[0] == 0.0 and told == sorted(told) and 0.6 < told[-1] < 1.0

@@ -53,11 +53,13 @@ def test_where_the_total_is_known_there_is_a_bar(live: bool, told: str) -> None:
     assert stream.getvalue() == told
 
 
-def test_where_the_seconds_are_known_time_is_the_bar() -> None:
+def test_what_is_being_done_is_named() -> None:
     stream = Stream(live=False)
-    with patience("measuring", seconds=1e-6, after=0.0, stream=stream):
+    with patience("measuring", after=0.2, stream=stream) as part:
+        part.at("workers", 1.0)
+        part.at("curvature", 0.25)  # each begins anew
         assert stream.written.wait(30)
-    assert stream.getvalue() == "measuring: 0 s, 100%\n"
+    assert stream.getvalue() == "measuring curvature: 0 s, 25%\n"
 
 
 def test_what_is_quick_says_nothing() -> None:

@@ -18,7 +18,7 @@ from tests.conftest import flat, make_learner
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.sampled_from([0.05, 0.3, 1.0]))
 def test_a_worker_that_misses_versions_has_the_same_copy(takes: list[bool], part: float) -> None:
-    codec, random = pl.TopK(part), np.random.default_rng(0)
+    codec, random = pl.codecs.TopK(part), np.random.default_rng(0)
     vector = random.standard_normal(40).astype(np.float32)
     downlink = Downlink(codec, vector, trained=36)
     mine, known = None, None
@@ -36,7 +36,7 @@ def test_a_worker_that_misses_versions_has_the_same_copy(takes: list[bool], part
 
 def test_what_is_left_out_comes_later() -> None:
     vector = np.zeros(4, np.float32)
-    downlink = Downlink(pl.TopK(0.25), vector, 4)
+    downlink = Downlink(pl.codecs.TopK(0.25), vector, 4)
     downlink.publish(0, vector)
     vector = np.array([4.0, 3.0, 2.0, 1.0], np.float32)
     found = [downlink.publish(version, vector).tolist() for version in range(1, 5)]
@@ -45,7 +45,7 @@ def test_what_is_left_out_comes_later() -> None:
 
 def test_what_is_longer_than_the_model_is_sent_whole() -> None:
     vector = np.random.default_rng(0).standard_normal(100).astype(np.float32)
-    downlink = Downlink(pl.TopK(0.5), vector, 100)
+    downlink = Downlink(pl.codecs.TopK(0.5), vector, 100)
     for version in range(10):
         downlink.publish(version, vector + version)
     assert downlink.since(None, 9) is None  # it has nothing yet
@@ -55,16 +55,16 @@ def test_what_is_longer_than_the_model_is_sent_whole() -> None:
 
 def test_a_memory_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match="give the codec without its memory"):
-        Downlink(pl.Feedback(pl.TopK(0.1)), np.zeros(4), 4)
+        Downlink(pl.codecs.Feedback(pl.codecs.TopK(0.1)), np.zeros(4), 4)
 
 
 def test_resumed_it_goes_on_the_same(tmp_path: Path) -> None:
     def trainer(saves: Path | None = None) -> pl.Trainer:
         checkpoints = None if saves is None else pl.Checkpoints(saves, every=10)
-        engine = pl.Simulator(4, pl.Exponential(0.05), pl.Link(0.01, 1e6, 1e6))
+        engine = pl.Simulator(4, pl.delays.Exponential(0.05), pl.delays.Link(0.01, 1e6, 1e6))
         return pl.Trainer(
             make_learner(), pl.k_async(2), engine, progress=False, checkpoints=checkpoints,
-            codec=pl.Feedback(pl.TopK(0.1)), down=pl.TopK(0.2),
+            codec=pl.codecs.Feedback(pl.codecs.TopK(0.1)), model_codec=pl.codecs.TopK(0.2),
         )  # fmt: skip
 
     whole = trainer().fit(steps=30)

@@ -19,13 +19,14 @@ from torch import nn
 
 import paceline as pl
 from paceline.codecs.base import Codec, unpack
-from paceline.codecs.lazy import LazySender
+from paceline.codecs.lazy import Known, LazySender
 from paceline.codecs.uplink import Receiver, Uplink
-from paceline.core.protocol import Finished, Policy, Task, Work
+from paceline.core.policy import Policy
+from paceline.core.protocol import Finished, Task, Work
 from paceline.data.partition.base import Partition
+from paceline.gossip.triggers import EventGrad
 from paceline.learners.arrays import ArrayServer
 from paceline.learners.base import Array, Outcome, Proceed
-from paceline.policies.triggers import EventGrad
 from tests.conftest import flat, make_learner
 
 QUIET = 48 + 8 + 1  # bytes: the header of three parts, two numbers, and the bits of up to 8 tensors
@@ -35,16 +36,18 @@ LOUD = 8 + 50 * 8  # more: a fourth part in the header, and the numbers
 # --- the two ends --------------------------------------------------------------------------------
 
 RECIPES = [
-    pl.Lazy(),
-    pl.Lazy(codec=pl.TopK(0.2)),
-    pl.Lazy(pl.OnChange(1.0, every=4)),
-    pl.Lazy(pl.OnChange(0.05), pl.Chain(pl.TopK(0.3), pl.Int8())),
-    pl.Lazy(pl.Lag(1), pl.Half()),
-    pl.Lazy(EventGrad(0.9, warm=2), pl.Sign()),
+    pl.codecs.Lazy(),
+    pl.codecs.Lazy(codec=pl.codecs.TopK(0.2)),
+    pl.codecs.Lazy(pl.codecs.OnChange(1.0, every=4)),
+    pl.codecs.Lazy(
+        pl.codecs.OnChange(0.05), pl.codecs.Chain(pl.codecs.TopK(0.3), pl.codecs.Int8())
+    ),
+    pl.codecs.Lazy(pl.codecs.Lag(1), pl.codecs.Half()),
+    pl.codecs.Lazy(EventGrad(0.9, warm=2), pl.codecs.Sign()),
 ]
 
 
-def ends(recipe: pl.Lazy, sizes: list[int], tail: int) -> tuple[Uplink, Receiver]:
+def ends(recipe: pl.codecs.Lazy, sizes: list[int], tail: int) -> tuple[Uplink, Receiver]:
     trained = sum(sizes)
     return Uplink(recipe, trained, sizes), Receiver(recipe, trained + tail, trained, sizes)
 
@@ -62,7 +65,9 @@ def known(uplink: Uplink) -> NDArray[Any]:
     st.integers(0, 3),
     st.integers(0, 2**32),
 )
-def test_both_ends_know_the_same(recipe: pl.Lazy, sizes: list[int], tail: int, seed: int) -> None:
+def test_both_ends_know_the_same(
+    recipe: pl.codecs.Lazy, sizes: list[int], tail: int, seed: int
+) -> None:
     """Over random walks with jumps and overflows; a worker that is lost begins anew."""
     rng = np.random.default_rng(seed)
     uplink, receiver = ends(recipe, sizes, tail)
@@ -85,7 +90,7 @@ def test_both_ends_know_the_same(recipe: pl.Lazy, sizes: list[int], tail: int, s
 
 def test_a_message_is_about_some_tensors_and_as_long() -> None:
     sizes = [4, 100, 6]
-    uplink, receiver = ends(pl.Lazy(pl.OnChange(1.0)), sizes, 0)
+    uplink, receiver = ends(pl.codecs.Lazy(pl.codecs.OnChange(1.0)), sizes, 0)
     first, second = np.ones(110), np.ones(110)
     second[0], second[104:] = 8.0, 5.0
     at = list(accumulate(sizes, initial=0))
@@ -107,14 +112,14 @@ def test_a_message_is_about_some_tensors_and_as_long() -> None:
 
 def test_results_stay_what_they_were() -> None:
     """A step may weigh several of one worker, as rennala's does."""
-    uplink, receiver = ends(pl.Lazy(codec=pl.TopK(1.0)), [3], 0)
+    uplink, receiver = ends(pl.codecs.Lazy(codec=pl.codecs.TopK(1.0)), [3], 0)
     sent = [np.array([1.0, 2.0, 3.0]) * task for task in range(5)]
     read = [receiver.read(uplink.send(v, t, 1.0, [(0, 3)])[0]) for t, v in enumerate(sent)]
     assert np.array_equal(read, sent)
 
 
 def test_an_overflow_is_forgotten() -> None:
-    uplink, receiver = ends(pl.Lazy(codec=pl.TopK(0.5)), [2], 0)
+    uplink, receiver = ends(pl.codecs.Lazy(codec=pl.codecs.TopK(0.5)), [2], 0)
     for task, vector in enumerate([[1.0, 2.0], [nan, 2.0], [1.0, 2.0], [4.0, 2.0]]):
         (packed,) = uplink.send(np.array(vector), task, 1.0, [(0, 2)])
         read = receiver.read(packed)
@@ -123,7 +128,7 @@ def test_an_overflow_is_forgotten() -> None:
 
 
 def test_a_message_that_was_missed_is_found_out() -> None:
-    uplink, receiver = ends(pl.Lazy(), [2], 0)
+    uplink, receiver = ends(pl.codecs.Lazy(), [2], 0)
     first, second, _ = (uplink.send(np.ones(2), task, 1.0, [(0, 2)])[0] for task in range(3))
     with pytest.raises(RuntimeError, match="message 2 of a worker came after 0"):
         receiver.read(second)
@@ -132,8 +137,8 @@ def test_a_message_that_was_missed_is_found_out() -> None:
         receiver.read(first)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, pl.Lazy(pl.Lag(1, memory=1))])
-def test_a_worker_goes_on_with_the_memory_of_another(recipe: pl.Lazy) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, pl.codecs.Lazy(pl.codecs.Lag(1, memory=1))])
+def test_a_worker_goes_on_with_the_memory_of_another(recipe: pl.codecs.Lazy) -> None:
     rng = np.random.default_rng(0)
     uplink, lengths = ends(recipe, [3, 5], 0)[0], set()
     for task in range(30):
@@ -150,7 +155,7 @@ def test_a_worker_goes_on_with_the_memory_of_another(recipe: pl.Lazy) -> None:
 
 
 def test_silence_has_an_end() -> None:
-    uplink, _ = ends(pl.Lazy(pl.OnChange(1.0, every=5)), [3], 0)
+    uplink, _ = ends(pl.codecs.Lazy(pl.codecs.OnChange(1.0, every=5)), [3], 0)
     lengths = [uplink.send(np.zeros(3), t, 0.1, [(0, 3)])[0].nbytes for t in range(15)]
     assert [t + 1 for t, length in enumerate(lengths) if length > QUIET] == [5, 10, 15]
 
@@ -158,16 +163,39 @@ def test_silence_has_an_end() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: pl.Lazy(codec=pl.Feedback(pl.TopK(0.1))), "give Lazy the codec without its mem"),
-        (lambda: pl.Lazy(codec=pl.Lazy()), "remembers by itself"),
-        (lambda: pl.Lazy(codec=pl.Chain(pl.RandomK(0.1, scaled=True), pl.Half())), "scaled=False"),
-        (lambda: pl.Lazy(pl.OnChange(1.0), pl.TopK(0.1, (3, 4))), "is for vectors of one size"),
-        (lambda: pl.Feedback(pl.Lazy()).sender(3), "Trainer.codec=….* has"),
-        (lambda: pl.Chain(pl.TopK(0.1), pl.Lazy()).sender(9), "Trainer.codec=….* has"),
-        (lambda: pl.Lazy().encode(torch.zeros(3), 0), "Trainer.codec=….* has"),
-        (lambda: Uplink(pl.Lazy(), 4).send(np.zeros(4), 0, 1.0, [(0, 2), (2, 4)]), "not cut"),
-        (lambda: Uplink(pl.Lazy(pl.Lag(1)), 4).send(np.zeros(4), 0, 1.0, [(0, 4)]), "model="),
-        (lambda: trainer(pl.sync(), pl.Simulator(2), down=pl.Lazy()).fit(steps=2), "down=Lazy"),
+        (
+            lambda: pl.codecs.Lazy(codec=pl.codecs.Feedback(pl.codecs.TopK(0.1))),
+            "give Lazy the codec without its mem",
+        ),
+        (lambda: pl.codecs.Lazy(codec=pl.codecs.Lazy()), "remembers by itself"),
+        (
+            lambda: pl.codecs.Lazy(
+                codec=pl.codecs.Chain(pl.codecs.RandomK(0.1, scaled=True), pl.codecs.Half())
+            ),
+            "scaled=False",
+        ),
+        (
+            lambda: pl.codecs.Lazy(pl.codecs.OnChange(1.0), pl.codecs.TopK(0.1, (3, 4))),
+            "is for vectors of one size",
+        ),
+        (lambda: pl.codecs.Feedback(pl.codecs.Lazy()).sender(3), "Trainer.codec=….* has"),
+        (
+            lambda: pl.codecs.Chain(pl.codecs.TopK(0.1), pl.codecs.Lazy()).sender(9),
+            "Trainer.codec=….* has",
+        ),
+        (lambda: pl.codecs.Lazy().encode(torch.zeros(3), 0), "Trainer.codec=….* has"),
+        (
+            lambda: Uplink(pl.codecs.Lazy(), 4).send(np.zeros(4), 0, 1.0, [(0, 2), (2, 4)]),
+            "not cut",
+        ),
+        (
+            lambda: Uplink(pl.codecs.Lazy(pl.codecs.Lag(1)), 4).send(np.zeros(4), 0, 1.0, [(0, 4)]),
+            "model=",
+        ),
+        (
+            lambda: trainer(pl.sync(), pl.Simulator(2), model_codec=pl.codecs.Lazy()).fit(steps=2),
+            "model_codec=Lazy",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, told: str) -> None:
@@ -176,7 +204,7 @@ def test_what_cannot_be_is_refused(make: Any, told: str) -> None:
 
 
 def test_sizes_are_kept_where_all_tensors_go_together() -> None:
-    recipe = pl.Lazy(pl.Lag(1), pl.TopK(0.5, (3, 4)))
+    recipe = pl.codecs.Lazy(pl.codecs.Lag(1), pl.codecs.TopK(0.5, (3, 4)))
     uplink, receiver = ends(recipe, [3, 4], 0)
     (packed,) = uplink.send(np.arange(7.0), 0, 1.0, [(0, 7)], np.zeros(7))
     assert receiver.read(packed).tolist() == [0, 1, 2, 0, 0, 5, 6]
@@ -190,8 +218,13 @@ def trainer(policy: Policy, engine: pl.Simulator, **more: Any) -> pl.Trainer:
 
 
 LOSSES = [
-    *((0.4, pl.Left("w1")), (0.7, pl.Joined("w1")), (0.9, pl.Left("w3")), (1.1, pl.Joined("w3"))),
-    *((1.2, pl.Left("w1")), (1.5, pl.Joined("w1"))),
+    *(
+        (0.4, pl.protocol.Left("w1")),
+        (0.7, pl.protocol.Joined("w1")),
+        (0.9, pl.protocol.Left("w3")),
+        (1.1, pl.protocol.Joined("w3")),
+    ),
+    *((1.2, pl.protocol.Left("w1")), (1.5, pl.protocol.Joined("w1"))),
 ]
 
 
@@ -203,29 +236,29 @@ LOSSES = [
 )
 @pytest.mark.parametrize("recipe", [RECIPES[3], RECIPES[4]], ids=["some", "all"])
 def test_losses_and_late_results_leave_both_ends_alike(
-    recipe: pl.Lazy, policy: Policy, interruptible: bool
+    recipe: pl.codecs.Lazy, policy: Policy, interruptible: bool
 ) -> None:
     engine = pl.Simulator(
         4,
-        pl.PerWorker([pl.Exponential(scale) for scale in (0.02, 0.05, 0.1, 0.3)]),
-        pl.Link(0.01, up=20_000),  # so that messages are cancelled on their way, too
+        pl.delays.PerWorker([pl.delays.Exponential(scale) for scale in (0.02, 0.05, 0.1, 0.3)]),
+        pl.delays.Link(0.01, up=20_000),  # so that messages are cancelled on their way, too
         schedule=LOSSES,
         interruptible=interruptible,
     )
     run = trainer(policy, engine, codec=recipe).fit(seconds=4.0)
     assert run.meter.lost + run.meter.wasted > 2
     numbers = []
-    for worker in engine._workers.values():
-        assert worker.uplink is not None and worker.receiver is not None
-        mine, theirs = worker.uplink.state_dict(), worker.receiver._known
-        assert theirs is not None
+    for name, worker in engine._workers.items():
+        assert worker.uplink is not None
+        mine, theirs = worker.uplink.state_dict(), engine._results._receiver(name)._reader
+        assert isinstance(theirs, Known)
         if theirs.vector is not None:
             assert np.array_equal(mine["0.known"], theirs.vector.numpy()) and theirs.vector.any()
         assert mine.get("0.number", 0) == theirs.number
         numbers.append(theirs.number)
     assert sum(numbers) > 30
     on_their_way = {w.run.task.id for w in engine._workers.values() if w.run and w.run.news}
-    assert set(engine._results) == on_their_way | set(run.meter._held)
+    assert set(engine._results._held) == on_their_way | set(run.meter._held)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +266,8 @@ def test_losses_and_late_results_leave_both_ends_alike(
 )
 def test_everything_sent_is_as_without_a_codec(policy: Policy) -> None:
     plain, lazy = (
-        trainer(policy, pl.Simulator(4, pl.Exponential(0.05)), codec=codec).fit(steps=20)
-        for codec in (None, pl.Lazy())
+        trainer(policy, pl.Simulator(4, pl.delays.Exponential(0.05)), codec=codec).fit(steps=20)
+        for codec in (None, pl.codecs.Lazy())
     )
     assert torch.equal(flat(plain.model), flat(lazy.model))
 
@@ -249,18 +282,18 @@ def test_what_is_not_trained_goes_as_it_is() -> None:
 
     plain, lazy = (
         pl.Trainer(learner(), pl.sync(), pl.Simulator(4), progress=False, codec=codec).fit(steps=9)
-        for codec in (None, pl.Lazy())
+        for codec in (None, pl.codecs.Lazy())
     )
     assert torch.equal(flat(plain.model), flat(lazy.model))
     assert lazy.model[1].num_batches_tracked == 9
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[3], RECIPES[4]], ids=["some", "all"])
-def test_resumed_it_goes_on_the_same(tmp_path: Path, recipe: pl.Lazy) -> None:
+def test_resumed_it_goes_on_the_same(tmp_path: Path, recipe: pl.codecs.Lazy) -> None:
     """Both ends, the trigger's memory and messages on their way are part of a checkpoint."""
 
     def make(**more: Any) -> pl.Trainer:
-        engine = pl.Simulator(4, pl.Exponential(0.05), pl.Link(up=2_000))
+        engine = pl.Simulator(4, pl.delays.Exponential(0.05), pl.delays.Link(up=2_000))
         return trainer(pl.k_async(2), engine, codec=recipe, **more)
 
     whole = make().fit(steps=40)
@@ -273,12 +306,15 @@ def test_a_short_message_is_quickly_there() -> None:
     """The simulator's clock knows of what is not sent, and of nothing else."""
 
     def seconds(codec: Codec) -> float:
-        engine = pl.Simulator(1, pl.Fixed(1.0), pl.Link(up=100.0))
+        engine = pl.Simulator(1, pl.delays.Fixed(1.0), pl.delays.Link(up=100.0))
         run = pl.Trainer(Halves(), pl.sync(), engine, progress=False, codec=codec).fit(steps=10)
         assert run.metrics["seconds"][-1] == pytest.approx(10 + run.meter.up_bytes / 100)
         return float(run.metrics["seconds"][-1])
 
-    dense, rare = seconds(pl.Lazy()), seconds(pl.Lazy(pl.OnChange(1e6, every=5)))
+    dense, rare = (
+        seconds(pl.codecs.Lazy()),
+        seconds(pl.codecs.Lazy(pl.codecs.OnChange(1e6, every=5))),
+    )
     assert dense - rare == pytest.approx(8 * LOUD / 100)
 
 
@@ -323,7 +359,7 @@ class Halves:
         return {"learner": "Halves"}
 
     def fit(self, steps: int, codec: Codec | None) -> pl.Run:
-        engine = pl.Simulator(len(self.hessians), pl.Exponential(1.0))
+        engine = pl.Simulator(len(self.hessians), pl.delays.Exponential(1.0))
         return pl.Trainer(self, pl.sync(), engine, progress=False, codec=codec).fit(steps=steps)
 
 
@@ -342,7 +378,10 @@ def test_lag_uploads_127_times_and_gradient_descent_1035() -> None:
     def gap(run: pl.Run) -> float:
         return float((run.model - best) @ hessian @ (run.model - best) / 2)
 
-    for codec, steps, count in ((pl.Lazy(), 115, 1035), (pl.Lazy(pl.Lag(workers=1)), 75, 127)):
+    for codec, steps, count in (
+        (pl.codecs.Lazy(), 115, 1035),
+        (pl.codecs.Lazy(pl.codecs.Lag(workers=1)), 75, 127),
+    ):
         run = learner.fit(steps, codec)
         assert gap(run) < 1e-8 < gap(learner.fit(steps - 1, codec))
         sent = [e.event.sent for e in run.journal if isinstance(e.event, Finished)]
@@ -357,6 +396,8 @@ def test_ef21_converges_where_the_largest_alone_diverge() -> None:
         2 * np.outer(a, a) + np.eye(3) / 2 for a in ([-3, 2, 2], [2, -3, 2], [2, 2, -3])
     )
     learner = Halves(hessians, (np.zeros(3),) * 3, np.ones(3), lr=0.03)
-    alone = learner.fit(200, pl.TopK(1 / 3)).model
+    alone = learner.fit(200, pl.codecs.TopK(1 / 3)).model
     assert alone == pytest.approx((1 + 0.03 * 11 / 6) ** 200)
-    assert np.linalg.norm(learner.fit(400, pl.Lazy(codec=pl.TopK(1 / 3))).model) < 1e-6
+    assert (
+        np.linalg.norm(learner.fit(400, pl.codecs.Lazy(codec=pl.codecs.TopK(1 / 3))).model) < 1e-6
+    )

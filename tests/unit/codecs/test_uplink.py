@@ -25,7 +25,7 @@ def test_slices_arrive_as_they_were_cut(size: int, trained: int, cuts: list[int]
     ends = sorted({0, size, *(cut for cut in cuts if cut < size)})
     spans = list(pairwise(ends))
     vector = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    codec = pl.TopK(1.0)
+    codec = pl.codecs.TopK(1.0)
     packed = Uplink(codec, trained).send(vector, 3, 0.1, spans)
     pieces = [received(p, codec, s, trained) for p, s in zip(packed, spans, strict=True)]
     assert np.array_equal(np.concatenate(pieces), vector)
@@ -33,13 +33,13 @@ def test_slices_arrive_as_they_were_cut(size: int, trained: int, cuts: list[int]
 
 def test_what_is_not_trained_goes_as_it_is() -> None:
     vector = np.arange(1.0, 11.0, dtype=np.float32)
-    codec = pl.TopK(0.25)
+    codec = pl.codecs.TopK(0.25)
     (packed,) = Uplink(codec, 8).send(vector, 0, 1.0, [(0, 10)])
     assert received(packed, codec, (0, 10), 8).tolist() == [0, 0, 0, 0, 0, 0, 7, 8, 9, 10]
 
 
 def test_an_unused_message_goes_into_the_next() -> None:
-    codec, first = pl.Feedback(pl.TopK(0.5)), np.array([4.0, 1.0])
+    codec, first = pl.codecs.Feedback(pl.codecs.TopK(0.5)), np.array([4.0, 1.0])
     kept, lost = Uplink(codec, 2), Uplink(codec, 2)
     for uplink in (kept, lost):
         uplink.send(first, 7, 0.5, [(0, 2)])
@@ -50,7 +50,7 @@ def test_an_unused_message_goes_into_the_next() -> None:
 
 
 def test_cut_otherwise_memories_begin_anew() -> None:
-    codec = pl.Feedback(pl.TopK(0.5))
+    codec = pl.codecs.Feedback(pl.codecs.TopK(0.5))
     uplink = Uplink(codec, 4)
     uplink.send(np.array([4.0, 1.0, 2.0, 3.0]), 0, 1.0, [(0, 4)])
     two = uplink.send(np.zeros(4), 1, 1.0, [(0, 2), (2, 4)])
@@ -59,29 +59,31 @@ def test_cut_otherwise_memories_begin_anew() -> None:
 
 
 def test_a_message_of_another_cut_is_refused() -> None:
-    (packed,) = Uplink(pl.TopK(1.0), 2).send(np.zeros(4), 0, 1.0, [(0, 4)])
+    (packed,) = Uplink(pl.codecs.TopK(1.0), 2).send(np.zeros(4), 0, 1.0, [(0, 4)])
     with pytest.raises(ValueError, match="a message with 2 numbers behind the trained ones"):
-        received(packed, pl.TopK(1.0), (0, 5), 2)
+        received(packed, pl.codecs.TopK(1.0), (0, 5), 2)
 
 
 def test_rates_are_those_of_the_schedule() -> None:
     make = partial(torch.optim.SGD, lr=0.4)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    rates = Rates(make, schedule)
+    rates = Rates(make, schedule, {"weight": (3, 2)})
     assert [rates.at(version) for version in (0, 1, 2, 5, 1)] == [0.4, 0.4, 0.2, 0.1, 0.4]
-    assert Rates(make, None).at(1000) == 0.4
+    assert Rates(make, None, {"weight": (3, 2)}).at(1000) == 0.4
 
 
 def trainer(codec: object, saves: Path | None = None) -> pl.Trainer:
     checkpoints = None if saves is None else pl.Checkpoints(saves, every=10)
-    engine = pl.Simulator(4, pl.Exponential(0.05), interruptible=False)
+    engine = pl.Simulator(4, pl.delays.Exponential(0.05), interruptible=False)
     return pl.Trainer(
         make_learner(), pl.k_async(2), engine, progress=False, codec=codec, checkpoints=checkpoints
     )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "codec", [pl.Feedback(pl.TopK(0.1)), pl.DeepGradient(0.1, momentum=0.5)], ids=["EF", "DGC"]
+    "codec",
+    [pl.codecs.Feedback(pl.codecs.TopK(0.1)), pl.codecs.DeepGradient(0.1, momentum=0.5)],
+    ids=["EF", "DGC"],
 )
 def test_resumed_it_goes_on_the_same(tmp_path: Path, codec: object) -> None:
     """Memories are part of a simulator's checkpoint."""
@@ -89,29 +91,33 @@ def test_resumed_it_goes_on_the_same(tmp_path: Path, codec: object) -> None:
     trainer(codec, tmp_path).fit(steps=20)
     rest = trainer(codec).resume(tmp_path).fit(steps=30)
     assert torch.equal(flat(rest.model), flat(whole.model))
-    with pytest.raises(pl.CheckpointError, match="codec was"):
-        trainer(pl.BFloat16()).resume(tmp_path)
+    with pytest.raises(pl.errors.CheckpointError, match="codec was"):
+        trainer(pl.codecs.BFloat16()).resume(tmp_path)
 
 
 def test_feedback_is_what_makes_a_few_numbers_enough() -> None:
     def loss(codec: object) -> float:
-        engine = pl.Simulator(4, pl.Fixed(1.0))
+        engine = pl.Simulator(4, pl.delays.Fixed(1.0))
         run = pl.Trainer(make_learner(), pl.sync(), engine, progress=False, codec=codec)  # type: ignore[arg-type]
         return float(run.fit(steps=80).metrics["loss"][-10:].mean())
 
-    dense, kept, forgotten = loss(None), loss(pl.Feedback(pl.TopK(0.05))), loss(pl.TopK(0.05))
+    dense, kept, forgotten = (
+        loss(None),
+        loss(pl.codecs.Feedback(pl.codecs.TopK(0.05))),
+        loss(pl.codecs.TopK(0.05)),
+    )
     assert kept < dense + 0.03 < forgotten
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(ValueError, match="a gradient code decodes from results as they are"):
-        pl.Trainer(make_learner(), pl.coded(1), pl.Simulator(4), codec=pl.BFloat16())
+        pl.Trainer(make_learner(), pl.coded(1), pl.Simulator(4), codec=pl.codecs.BFloat16())
     timing = pl.Trainer(
-        pl.Timing(2, message_bytes=8),
+        pl.learners.TimingOnly(2, message_bytes=8),
         pl.sync(),
         pl.Simulator(2),
         progress=False,
-        codec=pl.BFloat16(),
+        codec=pl.codecs.BFloat16(),
     )
-    with pytest.raises(ValueError, match="Timing has no results to encode"):
+    with pytest.raises(ValueError, match="TimingOnly has no results to encode"):
         timing.fit(steps=1)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 import paceline as pl
-from paceline.core.coordinator import Coordinator, StalledError, drive, replay, run
+from paceline.core.coordinator import Coordinator, drive, replay, run
+from paceline.core.errors import PolicyError, StalledError
 from paceline.core.journal import Entry, Header, Journal
-from paceline.core.ledger import PolicyError
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -31,12 +32,13 @@ from paceline.core.protocol import (
     View,
     Want,
 )
-from paceline.core.state import describe, save_state
+from paceline.core.schema import save_state
+from paceline.core.state import describe
 from paceline.testing import Done, ScriptedEngine
 
 
 @dataclass
-class Scripted:
+class Scripted(Policy):
     """Answers with what it was given, and remembers what it was shown."""
 
     answers: dict[type[Event], list[Command]] = field(default_factory=dict)
@@ -149,7 +151,7 @@ def test_an_illegal_command_is_the_policys_fault() -> None:
 
 def test_a_stalled_run_tells_its_books() -> None:
     engine = ScriptedEngine([(0.0, Joined("w0")), (0.0, Joined("w1")), (1.5, Done("w0"))])
-    coordinator = Coordinator(pl.MinWorkers(2, pl.sync()), batch=8)
+    coordinator = Coordinator(pl.policies.MinWorkers(2, pl.sync()), batch=8)
     with pytest.raises(StalledError) as stall:
         run({MAIN: coordinator}, engine)
     assert str(stall.value) == (
@@ -167,7 +169,7 @@ def test_a_stalled_run_tells_what_it_waits_for() -> None:
 def test_an_entry_is_yielded_once_it_is_carried_out_and_the_loop_ends_with_the_stop() -> None:
     script = [(0.0, Joined("w0")), (1.0, Done("w0")), (2.0, Done("w0")), (3.0, Done("w0"))]
     engine = ScriptedEngine(script)
-    coordinator = Coordinator(pl.Until(pl.k_sync(1), steps=2))
+    coordinator = Coordinator(pl.policies.Until(pl.k_sync(1), steps=2))
     told: list[Command] = []
     for node, entry in drive({MAIN: coordinator}, engine):
         told += entry.commands
@@ -180,7 +182,7 @@ def test_an_entry_is_yielded_once_it_is_carried_out_and_the_loop_ends_with_the_s
 # --- replays -------------------------------------------------------------------------------------
 
 
-def played(policy: pl.Gather, journal: Journal | None = None) -> Coordinator:
+def played(policy: pl.policies.Gather, journal: Journal | None = None) -> Coordinator:
     coordinator = Coordinator(policy, 8, journal)
     events: list[tuple[float, Event]] = [
         *((0.0, Joined("w0")), (0.0, Joined("w1")), (0.0, Joined("w2"))),

@@ -85,7 +85,7 @@ def test_sizes_and_prices_are_in_the_header(tmp_path: Path) -> None:
 
 
 def test_a_journal_from_before_there_were_prices_is_read(tmp_path: Path) -> None:
-    head = {"format": 1, "policy": "sync", "batch": 8, "about": None, "state": None}
+    head = {"format": 2, "policy": "sync", "batch": 8, "about": None, "state": None}
     (tmp_path / "old.jsonl").write_text(f"{json.dumps(head)}\n{dump_entry(ENTRIES[2])}\n")
     loaded = Journal.load(tmp_path / "old.jsonl")
     assert loaded.header == Header("sync", 8, message_bytes=0, prices=Prices())
@@ -96,7 +96,7 @@ def test_the_header_is_the_first_line(tmp_path: Path) -> None:
     fill(Journal(Header("sync", 8), tmp_path / "run.jsonl")).close()
     first, *rest = (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(first) == {
-        "format": 1,
+        "format": 2,
         "policy": "sync",
         "batch": 8,
         "about": None,
@@ -113,7 +113,7 @@ def test_in_a_file_it_lives_on_disk_alone(tmp_path: Path) -> None:
     assert len(journal) == 4
     assert list(journal) == ENTRIES  # while it is still being written
     assert not journal._entries
-    (tmp_path / "run.jsonl").write_text('{"format": 1}\n' + dump_entry(ENTRIES[2]) + "\n")
+    (tmp_path / "run.jsonl").write_text('{"format": 2}\n' + dump_entry(ENTRIES[2]) + "\n")
     assert list(journal) == [ENTRIES[2]]
     journal.close()
 
@@ -148,18 +148,18 @@ def test_it_may_forget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ['{"format": 2, "policy": ""}', '{"policy": "sync"}', "[]", '"format"', "1"]
+    "first", ['{"format": 1, "policy": ""}', '{"policy": "sync"}', "[]", '"format"', "1"]
 )
 def test_another_format_is_refused(tmp_path: Path, first: str) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(first + "\n")
-    with pytest.raises(ValueError, match=r"other.jsonl is not a journal of format 1"):
+    with pytest.raises(ValueError, match=r"other.jsonl is not a journal of format 2"):
         Journal.load(path)
 
 
 def test_a_forged_entry_builds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text('{"format": 1}\n{"now":0.0,"event":{"type":"os.system","command":"true"}}\n')
+    path.write_text('{"format": 2}\n{"now":0.0,"event":{"type":"os.system","command":"true"}}\n')
     with pytest.raises(ValueError, match=r"unknown type 'os.system'"):
         Journal.load(path)
 

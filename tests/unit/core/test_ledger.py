@@ -6,7 +6,8 @@ from math import inf, nan
 
 import pytest
 
-from paceline.core.ledger import MAX_ATTEMPTS, Ledger, PolicyError
+from paceline.core.errors import PolicyError
+from paceline.core.ledger import MAX_ATTEMPTS, Ledger
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -30,7 +31,7 @@ from paceline.core.protocol import (
     TimerFired,
     Work,
 )
-from paceline.core.state import save_state
+from paceline.core.schema import save_state
 from paceline.testing import check_books
 
 
@@ -172,7 +173,7 @@ def test_a_task_is_stamped() -> None:
     ledger.record(3.0, Stepped(1))
     work = Work(samples=5, steps=2, budget=9.0, tag=("row", 1))
     task = assign(ledger, "w1", work)
-    assert task == Task(1, "w1", work, version=1, since=3.0, samples=5, draw=8, attempt=1)
+    assert task == Task(1, "w1", work, version=1, since=3.0, samples=5, offset=8, attempt=1)
     assert ledger.running == {1: task}
 
 
@@ -187,24 +188,24 @@ def test_a_result_is_held_with_what_was_told_of_it() -> None:
 def test_the_draws_are_consecutive() -> None:
     ledger = books("w0", "w1", batch=8)
     works = [Work(), Work(samples=3), Work(samples=3, steps=4), Work(steps=2), Work(samples=1)]
-    draws = [assign(ledger, "w0", work).draw for work in works]
+    draws = [assign(ledger, "w0", work).offset for work in works]
     assert draws == [0, 8, 11, 23, 39]
-    assert assign(ledger, "w1").draw == 40
+    assert assign(ledger, "w1").offset == 40
 
 
 def test_a_part_is_drawn_from_alike_by_all_at_one_version() -> None:
     """Seven samples in three parts: 2 + 2 + 3, from where the version's batch begins."""
     ledger = books("w0", "w1")
-    work = Work(parts={2: 1.0, 0: (0.5, 1.0)}, cut=3, samples=7)
+    work = Work(parts={2: 1.0, 0: (0.5, 1.0)}, n_parts=3, samples=7)
     first = [assign(ledger, worker, work) for worker in ("w0", "w1")]
-    assert [task.draw for task in first] == [0, 0]
+    assert [task.offset for task in first] == [0, 0]
     assert [first[0].part(index) for index in range(3)] == [(0, 2), (2, 2), (4, 3)]
     assert first[0].computed == 2 + 3
     finish(ledger, *first)
     ledger.apply(Step({0: 1.0, 1: (0.5, 0.5)}))
     assert ledger.samples == 2 + 3  # those of a part that two have computed count once
-    assert assign(ledger, "w0", work).draw == 8
-    assert assign(ledger, "w0").draw == 0  # the shared stream has not moved
+    assert assign(ledger, "w0", work).offset == 8
+    assert assign(ledger, "w0").offset == 0  # the shared stream has not moved
 
 
 def test_a_step_uses_results_once_and_counts_their_samples() -> None:
@@ -261,7 +262,7 @@ def test_peers_come_and_go_without_being_workers() -> None:
     assert ledger.record(3.0, Left("w0")) and not ledger.workers
 
 
-def test_a_letter_moves_the_copy_that_others_have() -> None:
+def test_a_message_moves_the_copy_that_others_have() -> None:
     ledger = peer("w0", "w1")
     ledger.apply(Step({}, mix={"w1": 0.5}))
     assert ledger.apply(Send(("w1",), (0,))) == Send(("w1",), (0,))
@@ -280,10 +281,10 @@ def test_delays_count_versions() -> None:
         task = assign(ledger, "w1")
         finish(ledger, task)
         ledger.apply(Step({task.id: 1.0}))
-    assert ledger.delay(old) == 3
+    assert ledger.staleness(old) == 3
     finish(ledger, old)
-    assert ledger.delay(ledger.held[old.id]) == 3
-    assert ledger.delay(assign(ledger, "w1")) == 0
+    assert ledger.staleness(ledger.held[old.id]) == 3
+    assert ledger.staleness(assign(ledger, "w1")) == 0
 
 
 def test_outstanding_counts_what_is_young_enough() -> None:
@@ -364,11 +365,11 @@ def test_the_result_of_one_who_stayed_away_is_used_without_calling_him_back() ->
 def test_each_tile_has_a_stream_of_its_own() -> None:
     ledger = books("w0", "w1")
     first = assign(ledger, "w0", Work(tiles={3: 2, 5: 4}, steps=2))
-    assert (first.samples, first.draws) == (6, (0, 0))
+    assert (first.samples, first.tile_offsets) == (6, (0, 0))
     assert list(first.stretches()) == [(3, 0, 4), (5, 0, 8)]
     second = assign(ledger, "w1", Work(tiles={5: 1, 4: 1}))
-    assert second.draws == (8, 0)
-    assert assign(ledger, "w1").draw == 0  # the stream of all data is another
+    assert second.tile_offsets == (8, 0)
+    assert assign(ledger, "w1").offset == 0  # the stream of all data is another
 
 
 def test_unused_samples_of_a_tile_are_drawn_again() -> None:
@@ -376,15 +377,15 @@ def test_unused_samples_of_a_tile_are_drawn_again() -> None:
     cancelled = assign(ledger, "w0", Work(tiles={0: 4}))
     ledger.apply(Cancel(cancelled.id))
     discarded = assign(ledger, "w0", Work(tiles={0: 3}))
-    assert discarded.draws == (0,)
+    assert discarded.tile_offsets == (0,)
     ledger.record(1.0, Finished(discarded.id, 3))
     ledger.apply(Discard(discarded.id))
     overtaken, last = (assign(ledger, "w0", Work(tiles={0: 2})) for _ in range(2))
-    assert (overtaken.draws, last.draws) == ((0,), (2,))
+    assert (overtaken.tile_offsets, last.tile_offsets) == ((0,), (2,))
     ledger.apply(Cancel(overtaken.id))  # behind it others have been drawn: it is done again
-    assert assign(ledger, "w0", Work(tiles={0: 1})).draws == (4,)
+    assert assign(ledger, "w0", Work(tiles={0: 1})).tile_offsets == (4,)
     again = assign(ledger, "w1", redo=overtaken.id)
-    assert (again.draws, again.attempt) == ((0,), 1)
+    assert (again.tile_offsets, again.attempt) == ((0,), 1)
 
 
 def test_samples_that_were_not_computed_in_time_are_drawn_again() -> None:
@@ -393,12 +394,12 @@ def test_samples_that_were_not_computed_in_time_are_drawn_again() -> None:
     assert half.drawn(6) == {0: 2, 1: 4} and half.drawn(0) == {0: 0, 1: 0}
     ledger.record(1.0, Finished(half.id, 6))
     rest = assign(ledger, "w0", Work(tiles={0: 4, 1: 8}))
-    assert rest.draws == (2, 4)
+    assert rest.tile_offsets == (2, 4)
     ledger.record(1.0, Finished(rest.id, 0))
     ledger.apply(Discard(rest.id))
     assert not ledger.lost
     ledger.apply(Discard(half.id))  # nothing was drawn behind it
-    assert assign(ledger, "w0", Work(tiles={0: 1, 1: 1})).draws == (0, 0)
+    assert assign(ledger, "w0", Work(tiles={0: 1, 1: 1})).tile_offsets == (0, 0)
 
 
 def test_a_tiles_samples_that_are_lost_are_done_again() -> None:
@@ -407,7 +408,7 @@ def test_a_tiles_samples_that_are_lost_are_done_again() -> None:
     lost = assign(ledger, "w0", Work(tiles={0: 4, 1: 2}))
     ledger.record(1.0, Left("w0"))
     again = assign(ledger, "w1", redo=lost.id)
-    assert (again.draws, again.work.tiles, again.samples) == ((4, 0), {0: 4, 1: 2}, 6)
+    assert (again.tile_offsets, again.work.tiles, again.samples) == ((4, 0), {0: 4, 1: 2}, 6)
 
 
 @pytest.mark.parametrize("work", [Work(tiles={}), Work(tiles={0: 0}), Work({0: 1.0}, tiles={0: 1})])
@@ -432,9 +433,9 @@ def test_what_was_lost_with_a_worker_is_done_again_on_the_same_samples() -> None
     ledger.apply(Step({other.id: 1.0}))
     ledger.record(2.0, Stepped(1))
     again = assign(ledger, "w2", Work(samples=99), redo=lost[0].id)
-    assert again == Task(3, "w2", work, version=1, since=2.0, samples=3, draw=0, attempt=2)
+    assert again == Task(3, "w2", work, version=1, since=2.0, samples=3, offset=0, attempt=2)
     assert list(ledger.lost) == [lost[1].id]
-    assert assign(ledger, "w1").draw == 3 * 2 + 8 + 8  # a redo draws nothing new
+    assert assign(ledger, "w1").offset == 3 * 2 + 8 + 8  # a redo draws nothing new
     with pytest.raises(PolicyError, match="no such task is lost"):
         ledger.apply(Assign("w1", redo=lost[0].id))
 
@@ -446,7 +447,7 @@ def test_a_task_that_takes_too_many_workers_with_it_is_dropped() -> None:
         ledger.record(float(attempt), Left(task.worker))
         assert list(ledger.lost) == [task.id]
         task = assign(ledger, f"w{attempt}", redo=task.id)
-        assert (task.attempt, task.draw) == (attempt + 1, 0)
+        assert (task.attempt, task.offset) == (attempt + 1, 0)
     ledger.record(9.0, Left(task.worker))
     check_books(ledger)
     assert not ledger.lost
@@ -472,9 +473,9 @@ def test_abandon_counts_all_unused_work_as_lost() -> None:
     assert (ledger.now, ledger.version, ledger.samples) == (2.0, 1, 8)
     ledger.record(2.0, Joined("w1"))
     assert list(ledger.free) == ["w1"]  # what it had delivered is forgotten
-    assert assign(ledger, "w1", redo=tasks[1].id).draw == tasks[1].draw
+    assert assign(ledger, "w1", redo=tasks[1].id).offset == tasks[1].offset
     fresh = assign(ledger, "w1")
-    assert (fresh.id, fresh.draw) == (6, 5 * 8)
+    assert (fresh.id, fresh.offset) == (6, 5 * 8)
     assert ledger.outstanding(0) == 2
 
 
@@ -485,7 +486,7 @@ def test_to_be_abandoned_is_not_a_failed_attempt() -> None:
         ledger.abandon()
         ledger.record(0.0, Joined("w0"))
         task = assign(ledger, "w0", redo=task.id)
-        assert (task.draw, task.attempt) == (0, 1)
+        assert (task.offset, task.attempt) == (0, 1)
 
 
 # --- timers --------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""Values and states as plain JSON: everything comes back, and only what is known is built."""
+"""Values as plain JSON: everything comes back, and only what is known is built."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isnan, nan
 from typing import Any
@@ -15,12 +13,10 @@ import pytest
 
 import paceline as pl
 from paceline.core import protocol
-from paceline.core.ledger import Ledger
 from paceline.core.protocol import (
     Assign,
     Cancel,
     Discard,
-    Event,
     Finished,
     Interrupted,
     Joined,
@@ -35,10 +31,9 @@ from paceline.core.protocol import (
     Stop,
     Task,
     TimerFired,
-    View,
     Work,
 )
-from paceline.core.state import decode, describe, encode, load_state, save_state
+from paceline.core.state import decode, describe, encode
 
 TASK = Task(3, "w1", Work({2: -1.0}, 4, 2, 1.5, ("row", 1)), 7, 0.25, 4, 12, 2)
 
@@ -150,19 +145,8 @@ def test_what_has_no_plain_form_is_refused(value: Any) -> None:
         encode(value)
 
 
-# --- states --------------------------------------------------------------------------------------
-
-
-@dataclass
 class Arm:
-    pulls: int = 0
-    mean: float = inf
-
-
-@dataclass(frozen=True)
-class Choice:
-    arm: Arm = field(default_factory=Arm)
-    seen: tuple[str, ...] = ()
+    pass
 
 
 def double(value: float) -> float:
@@ -171,145 +155,6 @@ def double(value: float) -> float:
 
 def triple(value: float) -> float:
     return 3 * value
-
-
-@dataclass
-class Thinker:
-    """A policy with everything a policy may have."""
-
-    choice: Choice = field(default_factory=Choice)
-    rule: Callable[[float], float] = double
-    kind: type[Arm] = Arm
-    work: Work = Work()
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    history: list[float] = field(default_factory=list)
-    best: dict[int, float] = field(default_factory=dict)
-    wants: frozenset[Any] = frozenset({"loss"})
-
-    def react(self, view: View, event: Event) -> Any:
-        return iter(())
-
-
-def saved_thinker() -> tuple[Thinker, Any]:
-    thinker = Thinker()
-    thinker.choice.arm.pulls, thinker.choice.arm.mean = 3, 0.5
-    object.__setattr__(thinker.choice, "seen", ("w1", "w2"))
-    thinker.rng.random()
-    thinker.history.append(1.5)
-    thinker.best[4] = -inf
-    thinker.work = Work(samples=3)
-    return thinker, json.loads(json.dumps(save_state(thinker), allow_nan=False))
-
-
-def test_a_policy_with_objects_within_comes_back() -> None:
-    thinker, data = saved_thinker()
-    fresh = Thinker()
-    arm = fresh.choice.arm
-    load_state(fresh, data)
-    assert fresh.choice == thinker.choice
-    assert fresh.choice.arm is arm  # filled, not replaced
-    assert (fresh.history, fresh.best, fresh.work) == ([1.5], {4: -inf}, Work(samples=3))
-    assert fresh.rng.random() == thinker.rng.random()
-
-
-def test_functions_and_classes_are_never_saved() -> None:
-    _, data = saved_thinker()
-    assert set(data["fields"]) == {"choice", "work", "rng", "history", "best", "wants"}
-    assert "double" not in json.dumps(data)
-    other = Thinker(rule=triple)
-    load_state(other, data)
-    assert other.rule is triple  # code is the recipe's
-    assert other.kind is Arm
-
-
-def test_a_function_with_arguments_bound_is_left_as_it_is() -> None:
-    first, second = Thinker(rule=partial(pow, 2)), Thinker(rule=partial(pow, 3))
-    data = save_state(first)
-    load_state(second, json.loads(json.dumps(data)))
-    assert second.rule(2) == 9
-    assert "rule" not in data["fields"]
-
-
-class Hooked:
-    def __init__(self, value: int) -> None:
-        self.value = value
-        self.scratch = object()  # could not be saved
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": (self.value,)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        (self.value,) = state["value"]
-
-
-def test_a_policy_may_say_itself_what_it_keeps() -> None:
-    data = json.loads(json.dumps(save_state(Hooked(7))))
-    assert data == {
-        "class": "Hooked",
-        "state": {"value": {"type": "tuple", "items": [7]}},
-    }
-    fresh = Hooked(0)
-    load_state(fresh, data)
-    assert fresh.value == 7
-
-
-def test_the_hooks_of_an_object_within_are_used() -> None:
-    outer, fresh = pl.MinWorkers(2, Hooked(7)), pl.MinWorkers(2, Hooked(0))  # type: ignore[arg-type]
-    load_state(fresh, save_state(outer))
-    assert fresh.inner.value == 7  # type: ignore[attr-defined]
-
-
-def test_the_state_of_another_class_is_refused() -> None:
-    with pytest.raises(ValueError) as refusal:
-        load_state(pl.deadline(1.0), save_state(pl.sync()))
-    assert str(refusal.value) == (
-        "the saved state is of Gather, but Deadline was given; "
-        "resume with the policy that the run was started with"
-    )
-    with pytest.raises(ValueError, match="is of Gather, but Deadline was given"):
-        load_state(pl.Until(pl.deadline(1.0)), save_state(pl.Until(pl.sync())))
-
-
-def test_a_field_of_another_version_is_refused() -> None:
-    data = save_state(pl.sync())
-    data["fields"]["patience"] = {"value": 1}
-    with pytest.raises(ValueError, match="Gather has no field 'patience'; was it saved by another"):
-        load_state(pl.sync(), data)
-
-
-def test_what_cannot_be_saved_is_told_when_saving() -> None:
-    thinker = Thinker()
-    thinker.history.append(object())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"define state_dict\(\) and load_state_dict\(\)"):
-        save_state(thinker)
-
-
-def test_the_books_come_back() -> None:
-    ledger = Ledger(8)
-    for worker in ("w2", "w0", "w1"):
-        ledger.record(0.0, Joined(worker))
-    ledger.apply(Assign("w0"))
-    ledger.apply(Assign("w2", Work(budget=inf)))
-    ledger.record(1.0, Finished(1, 8, 1.0, {"loss": 2.0}))
-    ledger.record(1.0, Left("w0"))
-    fresh = Ledger(1)
-    load_state(fresh, json.loads(json.dumps(save_state(ledger), allow_nan=False)))
-    assert same(vars(fresh), vars(ledger))
-
-
-def test_books_from_before_shares_were_counted_come_back_as_well() -> None:
-    ledger = Ledger(8)
-    for worker in ("w0", "w1", "w2"):
-        ledger.record(0.0, Joined(worker))
-        ledger.apply(Assign(worker))
-    ledger.record(1.0, Finished(0, 8))
-    old = save_state(ledger)
-    for name in ("gathered", "_shares", "message_bytes", "prices"):
-        del old["fields"][name]
-    fresh = Ledger(8)
-    fresh.restore(old)
-    assert same(vars(fresh), vars(ledger))
-    assert (fresh.gathered, fresh.outstanding(inf)) == (1, 2)
 
 
 # --- descriptions --------------------------------------------------------------------------------
@@ -322,16 +167,16 @@ def test_books_from_before_shares_were_counted_come_back_as_well() -> None:
         (pl.k_sync(3), "Gather(k=3)"),
         (
             pl.asynchronous(4),
-            "Gather(k=1, max_delay=4, refill=True, preempt=False, combine=faded)",
+            "Gather(k=1, max_staleness=4, refill=True, preempt=False, combine=staleness_weighted)",
         ),
         (
-            pl.Until(pl.deadline(2.0, 1.0), steps=5),
+            pl.policies.Until(pl.deadline(2.0, 1.0), steps=5),
             "Until(inner=Deadline(period=2.0, budget=1.0), steps=5)",
         ),
-        (pl.MinWorkers(2, pl.sync()), "MinWorkers(n=2, inner=Gather())"),
-        (pl.Gather(work=Work(steps=3)), "Gather(work=Work(steps=3))"),
+        (pl.policies.MinWorkers(2, pl.sync()), "MinWorkers(n=2, inner=Gather())"),
+        (pl.policies.Gather(work=Work(steps=3)), "Gather(work=Work(steps=3))"),
         (partial(double, value=Work(steps=2)), "partial(double, value=Work(steps=2))"),
-        (pl.Gather(combine=partial(triple, 2.0)), "Gather(combine=partial(triple, 2.0))"),
+        (pl.policies.Gather(combine=partial(triple, 2.0)), "Gather(combine=partial(triple, 2.0))"),
         (len, "len"),
         (Arm, "Arm"),
         ([1, "a"], "[1, 'a']"),
@@ -364,9 +209,11 @@ def test_results_are_read_back_however_odd(seconds: float, waited: float, stats:
         protocol.Task(1, "w0", protocol.Work(), 2, 0.5, 8, 16),
         protocol.Task(1, "w0", protocol.Work(samples=4), 2, 0.5, 4, 16, attempt=2),
         protocol.Task(1, "w0", protocol.Work(samples=4, shares=2), 2, inf, 4, 16),
-        protocol.Task(1, "w0", protocol.Work(tiles={0: 2, 3: 1}), 2, 0.5, 3, 0, draws=(4, 5)),
+        protocol.Task(
+            1, "w0", protocol.Work(tiles={0: 2, 3: 1}), 2, 0.5, 3, 0, tile_offsets=(4, 5)
+        ),
         protocol.Task(1, "w0", protocol.Work(steps=3, tag=("row", 1)), 2, 0.5, 8, 16, 3),
-        protocol.Task(1, "w0", protocol.Work({0: (1.0, 2.0)}, cut=4), 2, 0.5, 8, 16),
+        protocol.Task(1, "w0", protocol.Work({0: (1.0, 2.0)}, n_parts=4), 2, 0.5, 8, 16),
     ],
     ids=describe,
 )

@@ -57,7 +57,7 @@ def test_no_other_shares_are_much_quicker() -> None:
 
 
 def test_those_at_a_limit_leave_the_rest_to_others() -> None:
-    assert shares(100, [1, 1, 8], most=[50, 50, 20]) == (40, 40, 20)
+    assert shares(100, [1, 1, 8], max_samples=[50, 50, 20]) == (40, 40, 20)
     assert shares(10, [0, 0]) == (5, 5)  # nothing is known
     assert shares(10, [0, 1]) == (1, 9)
     assert limits({"b": 3}, ["a", "b"]) == [float("inf"), 3.0]
@@ -71,7 +71,7 @@ def test_shares_are_within_limits_and_as_even_as_they_allow(data: st.DataObject)
     rates = data.draw(st.lists(st.floats(0.01, 100), min_size=ranks, max_size=ranks))
     most = data.draw(st.lists(st.integers(1, 40), min_size=ranks, max_size=ranks))
     batch = data.draw(st.integers(ranks, sum(most)))
-    given = shares(batch, rates, most=most)
+    given = shares(batch, rates, max_samples=most)
     assert sum(given) == batch
     assert all(1 <= share <= limit for share, limit in zip(given, most, strict=True))
     # Nobody has a sample that would be done sooner elsewhere, but for the rounding.
@@ -84,9 +84,9 @@ def test_shares_are_proportional() -> None:
     assert shares(16, [1, 1, 2, 4]) == (2, 2, 4, 8)
     assert shares(10, [1, 1, 1]) == (4, 3, 3)  # ties by order
     assert shares(10, [1, 1, 1000]) == (1, 1, 8)
-    assert shares(10, [1, 1, 1000], most=[9, 9, 4]) == (3, 3, 4)
+    assert shares(10, [1, 1, 1000], max_samples=[9, 9, 4]) == (3, 3, 4)
     assert shares(3, [5, 1, 1]) == (1, 1, 1)
-    assert shares(12, [1, 2, 9], most=[3, 4, 5]) == (3, 4, 5)
+    assert shares(12, [1, 2, 9], max_samples=[3, 4, 5]) == (3, 4, 5)
 
 
 @settings(max_examples=200, deadline=None)

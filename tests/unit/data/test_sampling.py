@@ -84,8 +84,8 @@ def test_a_stream_needs_a_sample() -> None:
 TILES = Partition([0, 1, 1, 0, 2, 1, 0, 1])
 
 
-def task(draws: tuple[int, ...] = (), draw: int = 0, samples: int = 4, **work: object) -> Task:
-    return Task(0, "w0", Work(**work), 0, 0.0, samples, draw, draws=draws)  # type: ignore[arg-type]
+def task(tiled: tuple[int, ...] = (), offset: int = 0, samples: int = 4, **work: object) -> Task:
+    return Task(0, "w0", Work(**work), 0, 0.0, samples, offset, 1, tiled)  # type: ignore[arg-type]
 
 
 def test_a_tiles_epochs_are_permutations_of_its_own_samples() -> None:
@@ -115,10 +115,10 @@ def test_any_beginning_of_a_task_is_of_all_its_tiles() -> None:
 
 
 def test_shared_data_are_drawn_as_ever() -> None:
-    assert Samples(8, 3).of(task(draw=5)).tolist() == Stream(8, 3).indices(5, 4).tolist()
-    assert Samples(8, 3).of(task(draw=5), 2).tolist() == Stream(8, 3).indices(13, 4).tolist()
+    assert Samples(8, 3).of(task(offset=5)).tolist() == Stream(8, 3).indices(5, 4).tolist()
+    assert Samples(8, 3).of(task(offset=5), 2).tolist() == Stream(8, 3).indices(13, 4).tolist()
     draws = [Samples(8, 3).generator(each).random() for each in
-             (task(draw=5), task(draw=5, samples=1), task((5,), tiles={1: 4}))]  # fmt: skip
+             (task(offset=5), task(offset=5, samples=1), task((5,), tiles={1: 4}))]  # fmt: skip
     assert draws[0] == draws[1] == generator(3, SHARED, 5).random() != draws[2]
 
 

@@ -21,7 +21,7 @@ from paceline.codecs.lowrank import LowRank
 from paceline.codecs.quantize import Int8
 from paceline.codecs.sparse import TopK
 from paceline.ddp.hooks import CodecHook, TriggeredHook, _put_mean
-from paceline.policies.triggers import Always, EventGrad, Lag, OnChange, Trigger
+from paceline.gossip.triggers import Always, EventGrad, Lag, OnChange, Trigger
 
 
 @pytest.fixture(autouse=True)

@@ -260,7 +260,7 @@ def test_smoothing_keeps_some_of_what_was_known() -> None:
 
 
 def test_a_limit_of_memory_is_kept_while_measuring() -> None:
-    runs = trained(3, 900, 30, speeds(9.0, 1.0, 1.0), most=[14, 30, 30])
+    runs = trained(3, 900, 30, speeds(9.0, 1.0, 1.0), max_samples=[14, 30, 30])
     assert runs[0][1][-1] == (14, 8, 8)
 
 
@@ -375,9 +375,9 @@ def test_another_order_of_samples_is_refused() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 3}, "use batch_size >= 4"),
-        ({"batch_size": 32, "most": 7}, "together take 28"),
-        ({"batch_size": 32, "most": 0}, "each at least 1"),
-        ({"batch_size": 32, "most": [8, 8]}, "2 most for 4 ranks"),
+        ({"batch_size": 32, "max_samples": 7}, "together take 28"),
+        ({"batch_size": 32, "max_samples": 0}, "each at least 1"),
+        ({"batch_size": 32, "max_samples": [8, 8]}, "2 max_samples for 4 ranks"),
         ({"batch_size": 32, "speeds": [1, 1]}, "2 speeds for 4 ranks"),
         ({"batch_size": 32, "speeds": [1, 1, 1, 0]}, "finite numbers > 0"),
         ({"batch_size": 32, "speeds": None}, "init_process_group"),
@@ -450,11 +450,11 @@ def test_one_iteration_at_a_time() -> None:
         sampler.set_epoch(0)
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "most", "speeds", "epoch"])
+@pytest.mark.parametrize("name", ["seed", "batch_size", "max_samples", "speeds", "epoch"])
 def test_ranks_that_disagree_are_told_before_the_first_step(name: str) -> None:
     meeting = Ranks(2)
-    options: dict[str, Any] = {"batch_size": 10, "seed": 0, "most": 9, "speeds": None}
-    other = {"batch_size": 12, "seed": 1, "most": 8, "speeds": [1, 2]}
+    options: dict[str, Any] = {"batch_size": 10, "seed": 0, "max_samples": 9, "speeds": None}
+    other = {"batch_size": 12, "seed": 1, "max_samples": 8, "speeds": [1, 2]}
 
     def work(rank: int) -> str:
         mine = {**options, name: other[name]} if rank and name in other else options

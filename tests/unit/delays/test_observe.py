@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 import numpy as np
@@ -9,7 +10,22 @@ import pytest
 
 import paceline as pl
 from paceline.core.journal import Entry, Header, Journal
-from paceline.core.protocol import Cancel, Finished, Joined, Left, Start, Stepped, Task, Work
+from paceline.core.policy import Policy
+from paceline.core.protocol import (
+    Assign,
+    Cancel,
+    Command,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Start,
+    Step,
+    Stepped,
+    Task,
+    View,
+    Work,
+)
 from paceline.delays.fit import fit_workers
 from paceline.delays.models import Exponential, Fixed, ShiftedExponential
 from paceline.delays.observe import observe
@@ -23,7 +39,7 @@ def journal_of(
     seed: int = 0,
     **more: object,
 ) -> Journal:
-    learner = learner or pl.Timing(batch_size=engine.size)
+    learner = learner or pl.learners.TimingOnly(batch_size=engine.size)
     trainer = pl.Trainer(learner, policy, engine, seed=seed, progress=False, **more)  # type: ignore[arg-type]
     return trainer.fit(steps=steps).journal
 
@@ -54,7 +70,7 @@ def test_slow_workers_do_not_look_quick_under_k_sync(interruptible: bool) -> Non
 
 def test_fitted_models_simulate_the_same_workers() -> None:
     delays = [ShiftedExponential(0.5 * (i + 1), 0.4) for i in range(4)]
-    link = pl.Link(latency=0.1)
+    link = pl.delays.Link(latency=0.1)
     fits = fit_workers(journal_of(pl.k_sync(2), pl.Simulator(4, delays, link), steps=800))
     models, links = [], []
     for i in range(4):
@@ -63,7 +79,7 @@ def test_fitted_models_simulate_the_same_workers() -> None:
             compute, way = fits["w2"].compute, fits["w2"].communication
         assert compute is not None and way is not None
         models.append(compute.model)
-        links.append(pl.Link(way.latency, way.down, way.up))
+        links.append(pl.delays.Link(way.latency, way.down, way.up))
     seconds = [
         journal_of(pl.k_sync(2), engine, steps=400, seed=9)
         for engine in (pl.Simulator(4, delays, link), pl.Simulator(4, models, links, unit=1))
@@ -88,8 +104,8 @@ def test_a_worker_with_few_tasks_is_told_as_such() -> None:
 
 
 def test_one_size_of_messages_is_a_lump() -> None:
-    link = pl.Link(latency=0.1, down=1e6, up=2e6)
-    learner = pl.Timing(batch_size=4, message_bytes=1_000_000)
+    link = pl.delays.Link(latency=0.1, down=1e6, up=2e6)
+    learner = pl.learners.TimingOnly(batch_size=4, message_bytes=1_000_000)
     journal = journal_of(pl.sync(), pl.Simulator(4, Exponential(1.0), link), 30, learner)
     found = fit_workers(journal)["w1"].communication
     assert found is not None
@@ -100,10 +116,10 @@ def test_one_size_of_messages_is_a_lump() -> None:
 
 
 def test_latency_and_bandwidths_from_messages_of_several_sizes() -> None:
-    link = pl.Link(latency=0.1, down=1e6, up=2e6)
+    link = pl.delays.Link(latency=0.1, down=1e6, up=2e6)
     journals = []
     for size, policy in [(1_000_000, pl.sync()), (3_000_000, pl.coded(0, 2)), (10_000, pl.sync())]:
-        learner = pl.Timing(batch_size=4, message_bytes=size)
+        learner = pl.learners.TimingOnly(batch_size=4, message_bytes=size)
         journals.append(journal_of(policy, pl.Simulator(4, Exponential(1.0), link), 20, learner))
     for found in fit_workers(*journals).values():
         assert found.communication is not None
@@ -118,11 +134,11 @@ def test_latency_and_bandwidths_from_messages_of_several_sizes() -> None:
 
 def test_sizes_that_a_codec_makes() -> None:
     """Models come as changes: whole at first, then as many as the worker has missed."""
-    link = pl.Link(latency=0.2, down=1e4, up=1e4)
+    link = pl.delays.Link(latency=0.2, down=1e4, up=1e4)
     engine = pl.Simulator(3, [Exponential(m) for m in (1.0, 1.0, 4.0)], link)
-    learner = pl.Quadratic((1.0,) * 400, noise=1.0, batch_size=6)
-    down = pl.TopK(0.1)
-    journal = journal_of(pl.asynchronous(), engine, 300, learner, down=down)
+    learner = pl.learners.Quadratic((1.0,) * 400, noise=1.0, batch_size=6)
+    down = pl.codecs.TopK(0.1)
+    journal = journal_of(pl.asynchronous(), engine, 300, learner, model_codec=down)
     sizes = {task.got for task in observe(journal)["w2"]}
     assert len(sizes) > 3
     found = fit_workers(journal)["w2"].communication
@@ -134,7 +150,7 @@ def test_sizes_that_a_codec_makes() -> None:
 
 def test_links_are_taken_off_the_time_of_tasks_given_up() -> None:
     """Half of the response is communication; the hidden part is what computing takes."""
-    link = pl.Link(latency=0.5)
+    link = pl.delays.Link(latency=0.5)
     engine = pl.Simulator(6, [Exponential(mean) for mean in MEANS], link)
     fits = fit_workers(journal_of(pl.k_sync(3), engine, steps=1500))
     for index, mean in enumerate(MEANS):
@@ -145,7 +161,7 @@ def test_links_are_taken_off_the_time_of_tasks_given_up() -> None:
 
 def test_queues_and_slow_steps_are_not_response() -> None:
     """A worker has several tasks at once, and a model takes its time to be there."""
-    link = pl.Link(latency=0.25)
+    link = pl.delays.Link(latency=0.25)
     engine = pl.Simulator(2, Fixed(1.0), link, unit=1, update=0.7)
     tasks = observe(journal_of(TwoEach(), engine, steps=10))
     for task in [*tasks["w0"], *tasks["w1"]]:
@@ -154,18 +170,14 @@ def test_queues_and_slow_steps_are_not_response() -> None:
             assert task.communication == pytest.approx(0.5)
 
 
-class TwoEach:
+class TwoEach(Policy):
     """Gives every worker two tasks, and steps when all four are there."""
 
-    wants: frozenset[object] = frozenset()
-
-    def react(self, view: object, event: object):  # type: ignore[no-untyped-def]
-        from paceline.core.protocol import Assign, Step
-
-        if len(view.held) == 4:  # type: ignore[attr-defined]
-            yield Step({id: 0.25 for id in view.held})  # type: ignore[attr-defined]
-        if len(view.workers) == 2 and not view.running and not view.held:  # type: ignore[attr-defined]
-            for worker in view.workers:  # type: ignore[attr-defined]
+    def react(self, view: View, event: Event) -> Iterator[Command]:
+        if len(view.held) == 4:
+            yield Step({id: 0.25 for id in view.held})
+        if len(view.workers) == 2 and not view.running and not view.held:
+            for worker in view.workers:
                 yield Assign(worker)
                 yield Assign(worker)
 
@@ -178,7 +190,7 @@ def scripted(*entries: Entry, message_bytes: int = 0) -> Journal:
 
 
 def task(id: int, since: float, worker: str = "w0", version: int = 0) -> Task:
-    return Task(id, worker, Work(), version, since, samples=1, draw=id)
+    return Task(id, worker, Work(), version, since, samples=1, offset=id)
 
 
 def test_what_becomes_of_tasks() -> None:
@@ -260,7 +272,7 @@ def test_work_that_goes_on_unseen_after_it_was_cancelled() -> None:
 
 
 def test_a_resumed_run_knows_its_tasks() -> None:
-    coordinator = pl.Coordinator(pl.sync(2), batch=2)
+    coordinator = pl.protocol.Coordinator(pl.sync(shares=2), batch=2)
     coordinator.handle(0.0, Joined("w0"))
     coordinator.handle(0.0, Joined("w1"))
     state = coordinator.state()

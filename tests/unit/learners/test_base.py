@@ -318,7 +318,7 @@ def test_slices_multiply_at_the_steps_of_the_whole(
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_arrays_step_in_slices_as_in_the_whole(count: int) -> None:
     """With seven slices of five values, two are empty."""
-    server = pl.Quadratic((1.0, 2.0, 3.0, 4.0, 5.0), lr=0.3).server()
+    server = pl.learners.Quadratic((1.0, 2.0, 3.0, 4.0, 5.0), lr=0.3).server()
     layout, rng, both = server.layout, np.random.default_rng(0), frozenset({"norm", "dot"})
     server.step([1.0], [rng.normal(size=5)], both)
     spans = layout.spans(count)
@@ -344,7 +344,7 @@ def test_arrays_step_in_slices_as_in_the_whole(count: int) -> None:
 
 
 def test_nothing_can_be_cut_too() -> None:
-    server = pl.Timing().server()
+    server = pl.learners.TimingOnly().server()
     cut = server.layout.cut([((0, 0), server.save())], (0, 0))
     shard = server.recipe((0, 0))()
     shard.load(cut)

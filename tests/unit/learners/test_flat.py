@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.learners.flat import FlatModule, as_tensor, flat_size
+from paceline.learners.flat import FlatModule, as_tensor, flat_size, hollow
 
 
 class Odd(nn.Module):
@@ -138,7 +138,7 @@ def test_pull_takes_what_was_put_into_the_module() -> None:
     with torch.no_grad():
         flat.module.running_mean.fill_(3.0)
         flat.module.weight.fill_(4.0)
-    flat.pull()
+    flat.pull(flat.module)
     assert flat.values.tolist() == [4.0, 0.0, 3.0, 1.0, 0.0]
 
 
@@ -190,3 +190,91 @@ def test_read_only_arrays_are_taken_without_a_warning() -> None:
     assert as_tensor(array).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     assert as_tensor(array).tolist() == [0.0, 1.0, 2.0]  # warnings are errors here
+
+
+# --- what does not travel ------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A large constant, as the causal mask of a transformer, beside what training changes."""
+
+    def __init__(self, wide: int = 200) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.ones(wide, wide).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.norm(self.line(x)))
+
+
+def test_a_large_constant_buffer_is_not_sent() -> None:
+    flat = FlatModule(Masked())
+    assert flat.values.numel() == flat_size(Masked()) == 12 + 6 + 7  # BatchNorm's are
+    assert torch.equal(flat.module.mask, torch.ones(200, 200).tril())
+    flat.load([flat.values.numpy().copy()])
+    flat.module(torch.randn(4, 3)).sum().backward()
+    flat.buffer_change()
+    assert flat.grads[flat.trainable :].abs().sum() > 0
+    small = FlatModule(Masked(100))
+    assert small.values.numel() == flat_size(Masked(100)) == 12 + 6 + 7 + 100 * 100
+
+
+def test_a_wide_normalization_layer_is_no_constant() -> None:
+    assert flat_size(nn.BatchNorm1d(20_000)) == 4 * 20_000 + 1
+
+
+@pytest.mark.parametrize("change", ["in place", "by data", "another tensor"])
+def test_a_constant_that_changes_later_is_named(change: str) -> None:
+    flat = FlatModule(Masked())
+    flat.buffer_change()
+    if change == "in place":
+        flat.module.mask[0, 1] = 5.0
+    elif change == "by data":
+        flat.module.mask.data[0, 1] = 5.0
+    else:
+        flat.module.mask = torch.zeros(200, 200)
+    with pytest.raises(ValueError) as refusal:
+        flat.buffer_change()
+    assert str(refusal.value) == (
+        "buffer mask (40000 values) changed in training, and a buffer of more than 16384 values is "
+        "taken for a constant that is not sent; give TorchLearner(buffers=['mask']) to send it and "
+        "average its changes, or register it with persistent=False to reset it for each task"
+    )
+
+
+def test_a_large_buffer_is_sent_if_it_is_named() -> None:
+    flat = FlatModule(Masked(), changing=["mask"])
+    assert flat.values.numel() == flat_size(Masked(), ["mask"]) == 12 + 6 + 7 + 200 * 200
+    flat.module.mask[0, 1] = 5.0
+    flat.buffer_change()
+    assert flat.grads.max() == 5.0
+    with pytest.raises(ValueError) as refusal:
+        flat_size(Masked(), ["task"])
+    assert str(refusal.value) == (
+        "buffers=['task']: the model has no such persistent buffers; it has mask, "
+        "norm.running_mean, norm.running_var, norm.num_batches_tracked"
+    )
+
+
+def test_a_hollow_copy_holds_what_does_not_travel_and_nothing_else() -> None:
+    module = Odd()
+    module.register_buffer("wide", torch.tensor(0.1, dtype=torch.float64))
+    module.register_buffer("large", torch.arange(20_000))
+    copied = hollow(module)
+    assert copied.decode.weight is copied.encode.weight
+    real = {name for name, tensor in everything(copied) if not tensor.is_meta}
+    assert real == {"frozen", "scratch", "wide", "large"}
+    assert copied.large.data_ptr() != module.large.data_ptr()
+    assert hollow(module, share=True).large is module.large
+    flat = FlatModule(copied)
+    flat.load([FlatModule(module).values.numpy()])
+    for (name, tensor), (_, mine) in zip(everything(module), everything(copied), strict=True):
+        assert torch.equal(tensor, mine) and tensor.dtype == mine.dtype, name
+    assert flat.module.decode.weight is flat.module.encode.weight
+    flat.module(torch.randn(4, 3)).square().sum().backward()
+    assert flat.grads[: flat.trainable].abs().sum() > 0
+
+
+def everything(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]

@@ -616,8 +616,13 @@ def test_the_model_is_that_of_the_joined_slices() -> None:
 
 # --- refusals ------------------------------------------------------------------------------------
 
-SHAPES = ((7, 5), (5,), ())
-MATRIX = ((7, 5),)
+
+def shapes(*given: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"tensor {i}": shape for i, shape in enumerate(given)}
+
+
+SHAPES = shapes((7, 5), (5,), ())
+MATRIX = shapes((7, 5))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -640,16 +645,18 @@ if hasattr(optim, "Muon"):  # since torch 2.9
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_whole_tensors_is_refused(name: str) -> None:
-    make, shapes, told = REFUSED[name]
+    make, tensors, told = REFUSED[name]
     with pytest.raises(ValueError, match=rf"^{told}.*use Ray\(servers='driver'\)"):
-        check_elementwise(make, shapes)
+        check_elementwise(make, tensors)
 
 
-@pytest.mark.parametrize("shapes", [MATRIX, MATRIX * 2, ((3,),) * 4, ((9, 9), (2,), (9, 9), (2,))])
-def test_a_norm_of_tensors_is_noticed_wherever_the_middle_lies(shapes: Any) -> None:
+@pytest.mark.parametrize(
+    "tensors", [[(7, 5)], [(7, 5)] * 2, [(3,)] * 4, [(9, 9), (2,), (9, 9), (2,)]]
+)
+def test_a_norm_of_tensors_is_noticed_wherever_the_middle_lies(tensors: Any) -> None:
     """Even where two halves of the vector have whole tensors."""
     with pytest.raises(ValueError, match="does not step each value by itself"):
-        check_elementwise(Normalized, shapes)
+        check_elementwise(Normalized, shapes(*tensors))
 
 
 def test_a_norm_of_some_group_is_noticed() -> None:
@@ -664,7 +671,7 @@ def test_a_norm_of_some_group_is_noticed() -> None:
         return Some([{"params": given[:-1]}, {"params": given[-1:]}])
 
     with pytest.raises(ValueError, match="Some does not step each value by itself"):
-        check_elementwise(make, ((4, 4), (4, 4), (2, 2)))
+        check_elementwise(make, shapes((4, 4), (4, 4), (2, 2)))
 
 
 def test_a_norm_that_comes_in_later_is_noticed() -> None:
@@ -713,7 +720,7 @@ def test_the_trial_is_small() -> None:
         return optim.Adagrad(given)
 
     huge = (10**6, 10**6)
-    check_elementwise(make, (huge,))
-    SliceRecipe(Rules(make), (huge,), 10**12, (5, 9))()
+    check_elementwise(make, shapes(huge))
+    SliceRecipe(Rules(make), shapes(huge), 10**12, (5, 9))()
     assert all(device == "meta" or size == 9 for device, size in seen)
     assert ("meta", 10**12) in seen

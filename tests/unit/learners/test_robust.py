@@ -13,7 +13,7 @@ from paceline.core.protocol import Task
 from paceline.learners.base import Array, Outcome, Proceed
 from paceline.learners.robust import RobustServer
 
-RULES = [pl.TrimmedMean(2), pl.MultiKrum(2), pl.CenteredClip(3.0)]
+RULES = [pl.robust.TrimmedMean(2), pl.robust.MultiKrum(2), pl.robust.CenteredClip(3.0)]
 EQUAL = np.full(8, 1 / 8)
 
 
@@ -26,7 +26,7 @@ def honest(seed: int = 0, dimensions: int = 50) -> Array:
 
 def test_a_trimmed_mean_is_what_is_left_in_each_coordinate() -> None:
     vectors = honest()
-    found = pl.TrimmedMean(2).aggregate(vectors, EQUAL, None)
+    found = pl.robust.TrimmedMean(2).aggregate(vectors, EQUAL, None)
     expected = [np.mean(sorted(column)[2:-2]) for column in vectors.T]
     assert np.allclose(found, expected)
 
@@ -34,13 +34,15 @@ def test_a_trimmed_mean_is_what_is_left_in_each_coordinate() -> None:
 def test_a_trimmed_mean_weighs_what_is_left() -> None:
     vectors = np.array([[0.0], [1.0], [3.0], [100.0]])
     weights = np.array([0.1, 0.2, 0.6, 0.1])
-    assert pl.TrimmedMean(1).aggregate(vectors, weights, None) == pytest.approx((0.2 + 1.8) / 0.8)
+    assert pl.robust.TrimmedMean(1).aggregate(vectors, weights, None) == pytest.approx(
+        (0.2 + 1.8) / 0.8
+    )
 
 
 def test_multi_krum_averages_those_with_the_nearest_neighbors() -> None:
     vectors = honest(1)
     vectors[3] += 2.0
-    found = pl.MultiKrum(1).aggregate(vectors, EQUAL, None)
+    found = pl.robust.MultiKrum(1).aggregate(vectors, EQUAL, None)
     scores = []
     for i in range(8):
         apart = sorted(np.sum((vectors[i] - vectors[j]) ** 2) for j in range(8) if j != i)
@@ -58,7 +60,7 @@ def test_centered_clipping_is_its_formula() -> None:
             (g - current) * min(1.0, 2.0 / float(np.linalg.norm(g - current))) for g in vectors
         ]
         current = current + np.mean(moves, axis=0)
-    assert np.allclose(pl.CenteredClip(2.0).aggregate(vectors, EQUAL, center), current)
+    assert np.allclose(pl.robust.CenteredClip(2.0).aggregate(vectors, EQUAL, center), current)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -88,7 +90,7 @@ def test_where_all_agree_nothing_is_changed(rule: object) -> None:
 
 
 @dataclass(frozen=True)
-class Lying(pl.Quadratic):
+class Lying(pl.learners.Quadratic):
     """A problem on which w0 returns the opposite of its gradient, ten times as long."""
 
     def replica(self, seed: int, tiles: object = None) -> Liar:  # type: ignore[override]
@@ -107,7 +109,7 @@ class Liar:
 
 
 LEARNER = Lying((1.0, 0.5, 0.2), noise=0.1, lr=0.1, batch_size=24)
-FLEET = pl.Simulator(8, pl.Exponential(1.0))
+FLEET = pl.Simulator(8, pl.delays.Exponential(1.0))
 
 
 def distance(**options: object) -> float:
@@ -117,11 +119,11 @@ def distance(**options: object) -> float:
 
 def test_a_worker_who_lies_ruins_the_mean_and_no_robust_step() -> None:
     assert distance() > 10
-    for rule in (pl.TrimmedMean(1), pl.MultiKrum(1), pl.CenteredClip(0.1)):
+    for rule in (pl.robust.TrimmedMean(1), pl.robust.MultiKrum(1), pl.robust.CenteredClip(0.1)):
         assert distance(robust=rule) < 0.1, rule
 
 
-@pytest.mark.parametrize("rule", [pl.TrimmedMean(1), pl.CenteredClip(0.5)], ids=str)
+@pytest.mark.parametrize("rule", [pl.robust.TrimmedMean(1), pl.robust.CenteredClip(0.5)], ids=str)
 def test_resumed_it_is_the_same_run(rule: object, tmp_path: Path) -> None:
     def trainer() -> pl.Trainer:
         saves = pl.Checkpoints(tmp_path, every=10)
@@ -135,20 +137,28 @@ def test_resumed_it_is_the_same_run(rule: object, tmp_path: Path) -> None:
 
 def test_what_cannot_outvote_the_bad_is_refused() -> None:
     for rule, policy, told in (
-        (pl.TrimmedMean(3), pl.k_sync(6), "needs 7 results in every step, and there are 6"),
-        (pl.MultiKrum(2), pl.k_sync(6), "needs 7 results in every step, and there are 6"),
-        (pl.TrimmedMean(1), pl.ringmaster(4), "needs 3 results in every step, and there are 1"),
-        (pl.TrimmedMean(1), pl.coded(1), "a gradient code decodes"),
-        (pl.TrimmedMean(1), pl.Gossip(pl.ring(8), pl.Averaging()), "for a main node"),
+        (pl.robust.TrimmedMean(3), pl.k_sync(6), "needs 7 results in every step, and there are 6"),
+        (pl.robust.MultiKrum(2), pl.k_sync(6), "needs 7 results in every step, and there are 6"),
+        (
+            pl.robust.TrimmedMean(1),
+            pl.ringmaster(4),
+            "needs 3 results in every step, and there are 1",
+        ),
+        (pl.robust.TrimmedMean(1), pl.coded(1), "a gradient code decodes"),
+        (
+            pl.robust.TrimmedMean(1),
+            pl.gossip.Gossip(pl.gossip.ring(8), pl.gossip.Averaging()),
+            "needs a central coordinator",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             pl.Trainer(LEARNER, policy, FLEET, robust=rule, progress=False)
     with pytest.raises(ValueError, match="bad=0: say how many"):
-        pl.TrimmedMean(0)
+        pl.robust.TrimmedMean(0)
     with pytest.raises(ValueError, match="use a radius > 0"):
-        pl.CenteredClip(0.0)
+        pl.robust.CenteredClip(0.0)
 
 
 def test_servers_of_slices_are_refused() -> None:
     with pytest.raises(ValueError, match="servers have slices"):
-        RobustServer(LEARNER.server(), pl.TrimmedMean(1)).recipe((0, 1))
+        RobustServer(LEARNER.server(), pl.robust.TrimmedMean(1)).recipe((0, 1))

@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, S
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline as pl
-from paceline.core.protocol import Policy, Task, Work
+import paceline.training.checkpoint as checkpoint
+from paceline.core.policy import Policy
+from paceline.core.protocol import Task, Work
 from paceline.data.sampling import Stream
 from paceline.learners.base import Saved
 from paceline.learners.torch import TorchReplica, TorchServer
@@ -47,9 +49,9 @@ def learner(model: nn.Module | None = None, **more: Any) -> pl.TorchLearner:
     return pl.TorchLearner(model or network(), settings.pop("loss", loss), **settings)
 
 
-def task(draw: int = 0, samples: int = 12, steps: int = 1, **more: Any) -> Task:
+def task(offset: int = 0, samples: int = 12, steps: int = 1, **more: Any) -> Task:
     work = Work(samples=samples, steps=steps)
-    return Task(more.pop("id", 0), more.pop("worker", "w0"), work, 0, 0.0, samples, draw, **more)
+    return Task(more.pop("id", 0), more.pop("worker", "w0"), work, 0, 0.0, samples, offset, **more)
 
 
 def always(done: int) -> bool:
@@ -79,7 +81,7 @@ def train(recipe: pl.TorchLearner, policy: Policy, workers: int, steps: int) -> 
 
 
 def test_a_task_is_the_mean_gradient_over_its_stretch_of_the_stream() -> None:
-    outcome = compute(learner(), task(draw=60), seed=3)
+    outcome = compute(learner(), task(offset=60), seed=3)
     chosen = Stream(64, 3).indices(60, 12)
     assert np.array_equal(outcome.vector, gradient(network(), chosen))
     assert outcome.samples == 12
@@ -102,16 +104,16 @@ def test_the_same_task_gives_the_same_bits_whatever_was_computed_before(
     recipe = learner(network(*LAYERS[layers]), micro_batch=micro_batch)
     model = recipe.server().vector.copy()
     first, second = recipe.replica(1), recipe.replica(1)
-    expected = first.compute([model], task(draw=24), always)
+    expected = first.compute([model], task(offset=24), always)
     expected_vector = expected.vector.copy()
     torch.manual_seed(77)
     other = model + np.float32(0.1)
-    second.compute([other], task(draw=5), always)
-    second.compute([other], task(draw=500, samples=3), lambda done: False)
-    again = second.compute([model], task(draw=24, id=8, worker="w5", attempt=2), always)
+    second.compute([other], task(offset=5), always)
+    second.compute([other], task(offset=500, samples=3), lambda done: False)
+    again = second.compute([model], task(offset=24, id=8, worker="w5", attempt=2), always)
     assert np.array_equal(again.vector, expected_vector)
     assert again.stats == expected.stats
-    assert np.array_equal(first.compute([model], task(draw=24), always).vector, expected_vector)
+    assert np.array_equal(first.compute([model], task(offset=24), always).vector, expected_vector)
 
 
 def test_a_part_is_the_same_vector_whoever_computes_it_and_with_which_others() -> None:
@@ -120,7 +122,7 @@ def test_a_part_is_the_same_vector_whoever_computes_it_and_with_which_others() -
     length = recipe.message_bytes // 4
 
     def vector(parts: dict[int, Any], m: int = 1) -> np.ndarray[Any, Any]:
-        work = Work(parts, cut=3, samples=12)
+        work = Work(parts, n_parts=3, samples=12)
         found = compute(recipe, Task(0, "w0", work, 0, 0.0, 12, 24))
         assert found.vector is not None and found.vector.dtype == np.float32
         assert found.vector.size == -(-length // m)
@@ -140,7 +142,7 @@ def test_a_part_is_the_same_vector_whoever_computes_it_and_with_which_others() -
 
 def test_half_a_part_is_no_result() -> None:
     recipe = learner(micro_batch=2)
-    coded = Task(0, "w0", Work({0: 1.0, 1: 1.0}, cut=3, samples=12), 0, 0.0, 12, 0)
+    coded = Task(0, "w0", Work({0: 1.0, 1: 1.0}, n_parts=3, samples=12), 0, 0.0, 12, 0)
     found = recipe.replica(0).compute([recipe.server().vector], coded, lambda done: done < 2)
     assert found.vector is None and found.samples == 0
 
@@ -150,7 +152,7 @@ def test_random_layers_differ_from_draw_to_draw_and_seed_to_seed() -> None:
     same = TensorDataset(torch.ones(64, 6), torch.zeros(64, dtype=torch.long))
     recipe = learner(network(nn.Dropout(0.5)), dataset=same)
     vectors = [
-        compute(recipe, task(draw=draw), seed=seed).vector.tobytes()
+        compute(recipe, task(offset=draw), seed=seed).vector.tobytes()
         for draw, seed in ((0, 0), (12, 0), (0, 1))
     ]
     assert len(set(vectors)) == 3
@@ -167,8 +169,8 @@ def test_micro_batches_sum_to_the_same_gradient(micro_batch: int) -> None:
 
 def test_work_that_ends_early_is_the_mean_over_what_was_done() -> None:
     recipe = learner(micro_batch=4)
-    cut = compute(recipe, task(draw=3, samples=12), lambda done: done < 8)
-    whole = compute(recipe, task(draw=3, samples=8))
+    cut = compute(recipe, task(offset=3, samples=12), lambda done: done < 8)
+    whole = compute(recipe, task(offset=3, samples=8))
     assert cut.samples == 8
     assert cut.vector == pytest.approx(whole.vector, rel=1e-6, abs=1e-7)
     assert cut.stats["loss"] == pytest.approx(whole.stats["loss"])
@@ -234,8 +236,8 @@ def test_threads_and_randomness_come_back_after_an_error() -> None:
 def test_a_replica_trains_though_the_recipe_is_in_evaluation() -> None:
     recipe = learner(network(nn.Dropout(0.5)).eval())
     assert (
-        compute(recipe, task(draw=0), seed=0).stats
-        != compute(learner(network(nn.Dropout(0.0)).eval()), task(draw=0), seed=0).stats
+        compute(recipe, task(offset=0), seed=0).stats
+        != compute(learner(network(nn.Dropout(0.0)).eval()), task(offset=0), seed=0).stats
     )
 
 
@@ -309,7 +311,7 @@ def assert_close(one: nn.Module, other: nn.Module, rel: float) -> None:
 def test_sync_is_large_batch_training_in_one_process(
     workers: int, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    run = train(learner(optimizer=optimizer), pl.sync(workers), workers, 50)
+    run = train(learner(optimizer=optimizer), pl.sync(shares=workers), workers, 50)
     plain = single_process(network(), optimizer, 50, 12)
     assert_close(run.model, plain, rel=1e-5)
     assert not torch.equal(plain[0].weight, network()[0].weight)  # type: ignore[index]
@@ -317,7 +319,7 @@ def test_sync_is_large_batch_training_in_one_process(
 
 def test_buffers_move_by_the_weighted_mean_of_the_workers_changes() -> None:
     model = network(nn.BatchNorm1d(8), nn.ReLU())
-    run = train(learner(model, batch_size=10), pl.sync(3), 3, 1)
+    run = train(learner(model, batch_size=10), pl.sync(shares=3), 3, 1)
     stream, draw = Stream(64, seed=9), 0
     mean, variance = torch.zeros(8), torch.zeros(8)
     for share in (4, 3, 3):
@@ -390,7 +392,7 @@ def test_local_steps_that_end_early_return_the_change_so_far() -> None:
 def test_the_schedule_advances_once_per_step() -> None:
     """Whatever the workers do: rates 0.1, 0.1, 0.05, 0.05, 0.025, …"""
     schedule = partial(StepLR, step_size=2, gamma=0.5)
-    run = train(learner(scheduler=schedule), pl.sync(3), 3, 6)
+    run = train(learner(scheduler=schedule), pl.sync(shares=3), 3, 6)
     model, stream = copy.deepcopy(network()), Stream(64, seed=9)
     for step, rate in enumerate([0.1, 0.1, 0.05, 0.05, 0.025, 0.025]):
         chosen = stream.indices(12 * step, 12)
@@ -460,9 +462,9 @@ def test_a_saved_server_takes_the_same_next_steps(name: str, tmp_path: Path) -> 
 
 
 def on_disk(saved: Saved, folder: Path) -> Saved:
-    snapshot = pl.checkpoint.Snapshot(0, {}, {}, saved, None)
-    pl.checkpoint.write(folder / "step-0", snapshot, {})
-    return pl.checkpoint.read(folder / "step-0").server
+    snapshot = checkpoint.Snapshot(0, {}, {}, saved, None)
+    checkpoint.write(folder / "step-0", snapshot, {})
+    return checkpoint.read(folder / "step-0").server
 
 
 def test_what_was_saved_is_apart_from_further_training() -> None:
@@ -550,10 +552,10 @@ class Derived(TensorDataset):
 
 
 def test_every_kind_of_dataset_gives_the_same_batches() -> None:
-    expected = compute(learner(), task(draw=50)).vector
-    assert np.array_equal(compute(learner(dataset=Slow()), task(draw=50)).vector, expected)
+    expected = compute(learner(), task(offset=50)).vector
+    assert np.array_equal(compute(learner(dataset=Slow()), task(offset=50)).vector, expected)
     many = Many()
-    assert np.array_equal(compute(learner(dataset=many), task(draw=50)).vector, expected)
+    assert np.array_equal(compute(learner(dataset=many), task(offset=50)).vector, expected)
     assert many.asked == [Stream(64, 0).indices(50, 12).tolist()]
 
     def named(model: nn.Module, batch: Any) -> Tensor:
@@ -561,7 +563,7 @@ def test_every_kind_of_dataset_gives_the_same_batches() -> None:
         return loss(model, (batch["inputs"], batch["labels"]))
 
     recipe = learner(dataset=Named(), loss=named)
-    assert np.array_equal(compute(recipe, task(draw=50)).vector, expected)
+    assert np.array_equal(compute(recipe, task(offset=50)).vector, expected)
 
 
 def test_a_dataset_of_ones_own_is_asked() -> None:
@@ -632,7 +634,7 @@ def test_work_that_cannot_be_done_is_refused(work: Work, told: str) -> None:
     with pytest.raises(ValueError):
         compute(learner(), Task(0, "w0", work, 0, 0.0, 1, 0))
     with pytest.raises(ValueError):
-        pl.Trainer(learner(), pl.Gather(1, work=work), pl.Simulator(1), progress=False)
+        pl.Trainer(learner(), pl.policies.Gather(1, work=work), pl.Simulator(1), progress=False)
 
 
 def test_work_that_can_be_done_is_not_refused() -> None:
@@ -669,5 +671,5 @@ def test_what_a_recipe_tells_of_itself() -> None:
 
 def test_the_heavy_parts_are_imported_when_used() -> None:
     assert pl.TorchLearner is type(learner())
-    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'TorchLearnr'"):
+    with pytest.raises(AttributeError, match="No paceline attribute TorchLearnr"):
         pl.TorchLearnr  # noqa: B018

@@ -79,7 +79,7 @@ def learner(model: nn.Module, data: Any, **more: Any) -> pl.TorchLearner:
 
 
 def run(recipe: pl.TorchLearner, steps: int = 20, **more: Any) -> pl.Run:
-    engine = pl.Simulator(workers=2, delays=pl.Fixed(1.0))
+    engine = pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0))
     return pl.Trainer(recipe, pl.sync(), engine, progress=False, **more).fit(steps=steps)
 
 

@@ -8,22 +8,24 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Policy
+from paceline.core.policy import Policy
 from paceline.planner.search import Entry
 
 TARGET, RATE = 0.4, 0.06
-LEARNER = pl.Quadratic((1.0, 0.3) * 8 + (0.1,) * 48, noise=0.2, lr=RATE, batch_size=48)
-STEADY = pl.ShiftedExponential(0.1, 0.02)
-SLOWER = pl.Changed(STEADY, pl.Fixed(3.0), at=25.0)
-WORKERS = {f"w{i}": pl.WorkerProfile(STEADY) for i in range(6)}
-PROFILE = pl.Profile(WORKERS, 48, LEARNER.message_bytes, surface=pl.surface_of(LEARNER))
+LEARNER = pl.learners.Quadratic((1.0, 0.3) * 8 + (0.1,) * 48, noise=0.2, lr=RATE, batch_size=48)
+STEADY = pl.delays.ShiftedExponential(0.1, 0.02)
+SLOWER = pl.delays.Changed(STEADY, pl.delays.Fixed(3.0), at=25.0)
+WORKERS = {f"w{i}": pl.planner.WorkerProfile(STEADY) for i in range(6)}
+PROFILE = pl.Profile(
+    WORKERS, 48, LEARNER.message_bytes, surface=pl.planner.measure_loss_surface(LEARNER)
+)
 
 
-def planned(policy: Policy, profile: pl.Profile = PROFILE) -> pl.Auto:
+def planned(policy: Policy, profile: pl.Profile = PROFILE) -> pl.planner.Auto:
     """Do as if this policy had been planned."""
     found = pl.forecast(policy, profile, learning_rate=RATE, target=TARGET, seeds=1)
-    plan = pl.Plan((Entry("it", policy, None, RATE, found),), "time", TARGET, "")
-    return pl.Auto(profile, plan)
+    plan = pl.planner.Plan((Entry("it", policy, None, RATE, found),), "time", TARGET, "")
+    return pl.planner.Auto(profile, plan)
 
 
 def trainer(policy: object, *delays: object, **more: object) -> pl.Trainer:
@@ -39,44 +41,46 @@ def test_who_has_become_slow_is_no_longer_waited_for() -> None:
     run = trainer(planned(pl.sync()), SLOWER).fit(until=to_target, steps=1000)
     waits = trainer(pl.sync(), SLOWER).fit(until=to_target, steps=1000)
     assert run.seconds < 0.3 * waits.seconds
-    (change,) = run.learned.changes  # type: ignore[attr-defined]
+    (change,) = run.policy.changes  # type: ignore[attr-defined]
     assert change.startswith("at step 40: w5 takes ")
     assert f"  replanned {change}" in run.summary()
-    assert pl.replay(run.policy, run.journal) == run.journal  # planning included
+    assert pl.replay(run.driven_policy, run.journal) == run.journal  # planning included
 
 
 def test_steady_workers_are_left_alone() -> None:
     policies = pl.sync(), pl.k_sync(4), pl.ringmaster(6)
     for policy in policies:
         run = trainer(planned(policy)).fit(steps=100)
-        assert run.learned.changes == []  # type: ignore[attr-defined]
+        assert run.policy.changes == []  # type: ignore[attr-defined]
         plain = trainer(policy).fit(steps=100)
         assert [e.commands for e in run.journal] == [e.commands for e in plain.journal]
 
 
 def test_those_given_up_at_each_step_are_seen_to_be_quick_again() -> None:
-    slow = {**WORKERS, "w5": pl.WorkerProfile(pl.Fixed(1.0))}
-    profile = pl.Profile(slow, 48, LEARNER.message_bytes, surface=pl.surface_of(LEARNER))
-    quicker = pl.Changed(pl.Fixed(1.0), STEADY, at=30.0)
+    slow = {**WORKERS, "w5": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}
+    profile = pl.Profile(
+        slow, 48, LEARNER.message_bytes, surface=pl.planner.measure_loss_surface(LEARNER)
+    )
+    quicker = pl.delays.Changed(pl.delays.Fixed(1.0), STEADY, at=30.0)
     run = trainer(planned(pl.k_sync(5), profile), quicker).fit(steps=100)
-    assert "w5 takes 0.1" in run.learned.changes[0]  # type: ignore[attr-defined]
+    assert "w5 takes 0.1" in run.policy.changes[0]  # type: ignore[attr-defined]
 
 
 def test_slow_messages_are_noticed() -> None:
-    links = [pl.Link()] * 5 + [pl.Link(4.0)]
+    links = [pl.delays.Link()] * 5 + [pl.delays.Link(4.0)]
     engine = pl.Simulator(6, [STEADY] * 6, links, unit=1)
     run = pl.Trainer(LEARNER, planned(pl.sync()), engine, progress=False).fit(steps=60)
-    first = run.learned.changes[0]  # type: ignore[attr-defined]
+    first = run.policy.changes[0]  # type: ignore[attr-defined]
     assert "w5 its messages take 8 s and not 0 s" in first
     assert "sync()" not in first
 
 
 def test_some_workers_can_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = pl.Among(["w1", "w2"], pl.sync())
-    monkeypatch.setattr(pl.Auto, "_better", lambda self, left: (few, "goes on with few"))
+    few = pl.policies.OnlyWorkers(["w1", "w2"], pl.sync())
+    monkeypatch.setattr(pl.planner.Auto, "_better", lambda self, left: (few, "goes on with few"))
     run = trainer(planned(pl.sync()), SLOWER).fit(steps=60)
     assert run.steps == 60
-    assert run.learned.current == few  # type: ignore[attr-defined]
+    assert run.policy.current == few  # type: ignore[attr-defined]
 
 
 def test_it_is_resumed_in_the_middle(tmp_path: Path) -> None:
@@ -84,14 +88,14 @@ def test_it_is_resumed_in_the_middle(tmp_path: Path) -> None:
     saves = pl.Checkpoints(tmp_path, every=25)
     trainer(planned(pl.sync()), SLOWER, checkpoints=saves).fit(steps=70)
     rest = trainer(planned(pl.sync()), SLOWER).resume(tmp_path).fit(steps=90)
-    assert rest.learned.changes == whole.learned.changes  # type: ignore[attr-defined]
-    assert rest.learned.changes  # type: ignore[attr-defined]
+    assert rest.policy.changes == whole.policy.changes  # type: ignore[attr-defined]
+    assert rest.policy.changes  # type: ignore[attr-defined]
     np.testing.assert_array_equal(rest.model, whole.model)
 
 
 def test_the_trainer_measures_and_plans_by_itself() -> None:
     run = trainer("auto", SLOWER, target=TARGET).fit(until=to_target, steps=1000)
-    assert isinstance(run.learned, pl.Auto)
+    assert isinstance(run.policy, pl.planner.Auto)
     assert "  forecast  " in run.summary()
     assert run.meter.columns["loss"][-1] <= TARGET
 

@@ -9,8 +9,8 @@ from paceline.core.state import describe
 from paceline.planner.coding import advise
 from paceline.policies.coded import coded
 
-COMPUTING = pl.ShiftedExponential(1.0, 0.2)
-SLOW = pl.Link(up=1e6)
+COMPUTING = pl.delays.ShiftedExponential(1.0, 0.2)
+SLOW = pl.delays.Link(up=1e6)
 MODEL = 8_000_000  # bytes: 8 s over the slow link
 
 
@@ -28,7 +28,7 @@ def test_pays_where_sending_takes_longest() -> None:
 
 
 def test_does_not_pay_where_computing_takes_longest() -> None:
-    advice = advise(pl.ShiftedExponential(3.0, 0.5), 12, steps=30)
+    advice = advise(pl.delays.ShiftedExponential(3.0, 0.5), 12, steps=30)
     assert not advice.pays
     assert advice.best is advice.sync is advice.options[0]
     assert describe(advice.policy) == describe(pl.sync())
@@ -38,7 +38,7 @@ def test_does_not_pay_where_computing_takes_longest() -> None:
 
 def test_a_straggler_that_is_always_the_same_one() -> None:
     """Of 4, one takes 9 s and the others 1 s: any s = 1 hides it at twice the computing."""
-    advice = advise([pl.Fixed(9.0), *[pl.Fixed(1.0)] * 3], 4, steps=10)
+    advice = advise([pl.delays.Fixed(9.0), *[pl.delays.Fixed(1.0)] * 3], 4, steps=10)
     assert advice.sync.seconds == pytest.approx(9.0)
     assert advice.best.seconds == pytest.approx(2.0)
     assert (advice.best.stragglers, advice.best.messages) == (1, 1)
@@ -46,14 +46,16 @@ def test_a_straggler_that_is_always_the_same_one() -> None:
 
 def test_a_saving_that_is_not_worth_the_computing() -> None:
     """Of 4, one takes 2.04 s: s = 1 takes 2 s, 2 % less."""
-    advice = advise([pl.Fixed(2.04), *[pl.Fixed(1.0)] * 3], 4, steps=10)
+    advice = advise([pl.delays.Fixed(2.04), *[pl.delays.Fixed(1.0)] * 3], 4, steps=10)
     assert advice.quickest.times == pytest.approx(2 / 2.04)
     assert not advice.pays
 
 
 def test_times_are_those_of_the_simulator_and_of_arithmetic() -> None:
-    link = pl.Link(latency=0.5, down=4e6, up=2e6)
-    advice = advise(pl.Fixed(1.0), 4, message_bytes=MODEL, link=link, stragglers=[0], steps=5)
+    link = pl.delays.Link(latency=0.5, down=4e6, up=2e6)
+    advice = advise(
+        pl.delays.Fixed(1.0), 4, message_bytes=MODEL, link=link, stragglers=[0], steps=5
+    )
     by_shape = {(option.stragglers, option.messages): option for option in advice.options}
     assert advice.sync.seconds == pytest.approx(0.5 + 2 + 1 + 0.5 + 4 + 4 * MODEL * 0.2e-9)
     arithmetic = 2 * MODEL * 0.5e-9 + 4 * MODEL / 2 * 0.4e-9
@@ -70,7 +72,7 @@ def test_asks_only_for_the_stragglers_wanted() -> None:
 
 def test_the_same_seed_gives_the_same_advice() -> None:
     first, again, other = (
-        advise(pl.Exponential(1.0), 5, message_bytes=MODEL, link=SLOW, steps=20, seed=seed)
+        advise(pl.delays.Exponential(1.0), 5, message_bytes=MODEL, link=SLOW, steps=20, seed=seed)
         for seed in (1, 1, 2)
     )
     assert first == again
@@ -78,7 +80,11 @@ def test_the_same_seed_gives_the_same_advice() -> None:
 
 
 def test_measured_seconds_one_trace_for_each_worker() -> None:
-    traces = [pl.Trace([1.0, 1.0, 7.0]), pl.Trace([1.0, 7.0, 1.0]), pl.Trace([7.0, 1.0, 1.0])]
+    traces = [
+        pl.delays.Trace([1.0, 1.0, 7.0]),
+        pl.delays.Trace([1.0, 7.0, 1.0]),
+        pl.delays.Trace([7.0, 1.0, 1.0]),
+    ]
     advice = advise(traces, 3, stragglers=[1], steps=30)
     assert advice.sync.seconds == pytest.approx(7.0)
     assert advice.best.seconds == pytest.approx(2.0)
@@ -88,7 +94,7 @@ def test_measured_seconds_one_trace_for_each_worker() -> None:
 
 def test_the_advised_policy_runs() -> None:
     advice = advise(COMPUTING, 6, message_bytes=MODEL, link=SLOW, steps=10)
-    problem = pl.Quadratic((1.0, 0.5), batch_size=12)
+    problem = pl.learners.Quadratic((1.0, 0.5), batch_size=12)
     run = pl.Trainer(problem, advice.policy, pl.Simulator(6, COMPUTING, SLOW), progress=False).fit(
         steps=3
     )
@@ -114,4 +120,4 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"delays=0.3 .* wrap plain seconds as Fixed"):
         advise(0.3, 4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a step takes no time; give delays above 0"):
-        advise(pl.Fixed(0.0), 4, steps=1)
+        advise(pl.delays.Fixed(0.0), 4, steps=1)

@@ -41,8 +41,8 @@ BOUND: dict[str, Any] = {
 
 def fit(k: Chooser, steps: int, workers: int = 4, dimensions: int = 20, **problem: float) -> pl.Run:
     settings: dict[str, Any] = {"noise": 1.0, **problem}
-    learner = pl.Quadratic((1.0,) * dimensions, **settings)
-    policy = pl.Gather(k, work=pl.Work(samples=1))
+    learner = pl.learners.Quadratic((1.0,) * dimensions, **settings)
+    policy = pl.policies.Gather(k, work=pl.protocol.Work(samples=1))
     return pl.Trainer(learner, policy, pl.Simulator(workers), progress=False).fit(steps=steps)
 
 
@@ -84,8 +84,11 @@ def test_a_schedule_changes_with_the_steps() -> None:
 
 
 def test_a_schedule_changes_with_the_seconds() -> None:
-    learner, policy = pl.Quadratic(batch_size=4), pl.Gather(Schedule({0: 1, 2.5: 4}, "seconds"))
-    engine = pl.Simulator(4, pl.Fixed(1.0), unit=1.0)
+    learner, policy = (
+        pl.learners.Quadratic(batch_size=4),
+        pl.policies.Gather(Schedule({0: 1, 2.5: 4}, "seconds")),
+    )
+    engine = pl.Simulator(4, pl.delays.Fixed(1.0), unit=1.0)
     run = pl.Trainer(learner, policy, engine, progress=False).fit(steps=3)
     # The first takes 4 s, with all four samples on one worker.
     assert sizes(run.journal) == [1, 4, 4]
@@ -167,7 +170,7 @@ def test_a_bound_optimal_schedule_is_in_seconds() -> None:
         4,
         5,
     ]
-    Coordinator(pl.Gather(schedule), batch=8).state()  # it can be saved
+    Coordinator(pl.policies.Gather(schedule), batch=8).state()  # it can be saved
     assert bound_optimal([1.0], **BOUND) == Schedule({0.0: 1}, "seconds")
 
 
@@ -209,13 +212,13 @@ def test_the_burn_in_counts_from_the_last_change() -> None:
 def test_other_events_and_steps_without_a_product_do_not_count() -> None:
     chooser = GrowWhenStationary(1, 2, threshold=0, burn_in=0, lag=3)
     assert chooser.wants == {("dot", 3)} and GrowWhenStationary(1, 2).wants == {"dot"}
-    chooser.learn(at(4), pl.Joined("w0"))
+    chooser.learn(at(4), pl.protocol.Joined("w0"))
     chooser.learn(at(4), Stepped(4, {"loss": 1.0}))
     chooser.learn(at(3), Stepped(3, {"dot": -1.0}))  # with a step before the first
     assert chooser.choose(at(4)) == 1
     chooser.learn(at(4), Stepped(4, {"dot": -1.0}))
     assert chooser.choose(at(4)) == 2
-    chooser.learn(at(4), pl.Left("w0"))
+    chooser.learn(at(4), pl.protocol.Left("w0"))
 
 
 def test_far_from_the_optimum_k_stays() -> None:
@@ -239,11 +242,13 @@ def test_under_a_delay_only_the_lag_beyond_it_turns_negative(workers: int) -> No
 
     def products(lag: int) -> Any:
         chooser = GrowWhenStationary(1, 1, lag=lag)  # only listens
-        policy = pl.Gather(
-            chooser, max_delay=inf, refill=True, preempt=False, work=pl.Work(samples=1)
+        policy = pl.policies.Gather(
+            chooser, max_staleness=inf, refill=True, preempt=False, work=pl.protocol.Work(samples=1)
         )
-        learner = pl.Quadratic((1.0,) * 50, start=0.0, noise=1.0, lr=lr)
-        trainer = pl.Trainer(learner, policy, pl.Simulator(workers, pl.Fixed(1.0)), progress=False)
+        learner = pl.learners.Quadratic((1.0,) * 50, start=0.0, noise=1.0, lr=lr)
+        trainer = pl.Trainer(
+            learner, policy, pl.Simulator(workers, pl.delays.Fixed(1.0)), progress=False
+        )
         journal = trainer.fit(steps=4000).journal
         stats = [entry.event.stats for entry in journal if isinstance(entry.event, Stepped)]
         return np.array([each["dot"] / 50 for each in stats if "dot" in each][200 // lag :])
@@ -269,9 +274,11 @@ def test_under_a_delay_only_the_lag_beyond_it_turns_negative(workers: int) -> No
 @pytest.mark.parametrize(("lag", "grows"), [(1, False), (2, True)])
 def test_under_a_delay_the_lag_decides_whether_k_grows(lag: int, grows: bool) -> None:
     chooser = GrowWhenStationary(1, 2, threshold=20, burn_in=0, lag=lag)
-    policy = pl.Gather(chooser, max_delay=inf, refill=True, preempt=False, work=pl.Work(samples=1))
-    learner = pl.Quadratic((1.0,) * 50, start=0.0, noise=1.0, lr=0.1)
-    engine = pl.Simulator(2, pl.Fixed(1.0))
+    policy = pl.policies.Gather(
+        chooser, max_staleness=inf, refill=True, preempt=False, work=pl.protocol.Work(samples=1)
+    )
+    learner = pl.learners.Quadratic((1.0,) * 50, start=0.0, noise=1.0, lr=0.1)
+    engine = pl.Simulator(2, pl.delays.Fixed(1.0))
     run = pl.Trainer(learner, policy, engine, progress=False).fit(steps=1500)
     assert (sizes(run.journal)[-1] == 2) is grows
 
@@ -325,7 +332,7 @@ CHOOSERS: dict[str, Callable[[], Chooser]] = {
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=legal_histories())
 def test_saved_halfway_it_goes_on_the_same(name: str, history: History) -> None:
-    policy = pl.Gather(CHOOSERS[name](), work=pl.Work(samples=1))
+    policy = pl.policies.Gather(CHOOSERS[name](), work=pl.protocol.Work(samples=1))
     entries = list(history.play(policy).journal)
     used = sizes(history.play(policy).journal)
     assert used == sorted(used)  # k never shrinks
@@ -346,8 +353,8 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, name: str) -> None:
         "GrowWhenStationary": GrowWhenStationary(1, 4, threshold=5, burn_in=5, lag=3),
         "GrowOnNoise": GrowOnNoise(1, 4, memory=10, lag=3),
     }
-    learner = pl.Quadratic((1.0,) * 20, start=1.0, noise=1.0)
-    policy = pl.Gather(choosers[name], work=pl.Work(samples=1))
+    learner = pl.learners.Quadratic((1.0,) * 20, start=1.0, noise=1.0)
+    policy = pl.policies.Gather(choosers[name], work=pl.protocol.Work(samples=1))
 
     def trainer() -> pl.Trainer:
         saves = pl.Checkpoints(tmp_path, every=1000)

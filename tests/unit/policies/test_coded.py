@@ -27,11 +27,16 @@ RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(200, 13)), RNG.choice([-1.0, 1.0], 200)
 
 
-def logistic(batch: int) -> pl.Logistic:
-    return pl.Logistic(FEATURES, LABELS, l2=0.1, lr=0.5, batch_size=batch)
+def logistic(batch: int) -> pl.learners.Logistic:
+    return pl.learners.Logistic(FEATURES, LABELS, l2=0.1, lr=0.5, batch_size=batch)
 
 
-def fit(policy: pl.Coded | pl.Gather, engine: pl.Simulator, batch: int, steps: int = 40) -> pl.Run:
+def fit(
+    policy: pl.policies.Coded | pl.policies.Gather,
+    engine: pl.Simulator,
+    batch: int,
+    steps: int = 40,
+) -> pl.Run:
     return pl.Trainer(logistic(batch), policy, engine, progress=False).fit(steps=steps)
 
 
@@ -52,20 +57,24 @@ def started(entries: list[Entry] | Journal) -> list[Task]:
 )
 def test_the_trajectory_is_that_of_sync(n: int, s: int, m: int, batch: int) -> None:
     """Also while some leave and return, and with parts of different size."""
-    schedule = [(5.0, pl.Left("w1")), (9.0, pl.Left("w2")), (30.0, pl.Joined("w1"))]
+    schedule = [
+        (5.0, pl.protocol.Left("w1")),
+        (9.0, pl.protocol.Left("w2")),
+        (30.0, pl.protocol.Joined("w1")),
+    ]
     expected = fit(pl.sync(), pl.Simulator(n), batch)
     run = fit(pl.coded(s, m), pl.Simulator(n, schedule=schedule), batch)
     np.testing.assert_allclose(run.model, expected.model, atol=1e-12)
     assert run.metrics["samples"].tolist() == [batch] * 40
     assert run.meter.samples_used == 40 * batch
-    assert pl.replay(run.policy, run.journal) == run.journal
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_more_parts_on_quick_workers() -> None:
     """Each part has the three holders it needs, and the quickest worker has most parts."""
     make = partial(_by_speed, speeds=(1.0, 1.0, 2.0, 4.0, 8.0))
     expected = fit(pl.sync(), pl.Simulator(5), 20)
-    run = fit(pl.Coded(make(5)), pl.Simulator(5), 20)
+    run = fit(pl.policies.Coded(make(5)), pl.Simulator(5), 20)
     np.testing.assert_allclose(run.model, expected.model, atol=1e-9)
     loads = {task.worker: task.computed for task in started(run.journal)}
     assert loads["w4"] > 2 * loads["w0"]
@@ -85,9 +94,9 @@ def test_messages_are_as_short_as_promised() -> None:
 
 
 def test_a_shorter_message_arrives_sooner() -> None:
-    link = pl.Link(up=13 * 8.0)  # a whole vector takes a second
+    link = pl.delays.Link(up=13 * 8.0)  # a whole vector takes a second
     seconds = {
-        m: fit(pl.coded(0, m), pl.Simulator(6, pl.Fixed(0.01), link), 12, 10).seconds
+        m: fit(pl.coded(0, m), pl.Simulator(6, pl.delays.Fixed(0.01), link), 12, 10).seconds
         for m in (1, 2, 3)
     }
     assert seconds[1] == pytest.approx(10.1)
@@ -99,7 +108,7 @@ def test_every_sample_has_one_fate() -> None:
     run = fit(pl.coded(1, 2), pl.Simulator(6), 25, steps=8)
     place = 0
     for stretch in run.samples():
-        assert stretch.draw == place
+        assert stretch.offset == place
         place += stretch.samples
         assert stretch.fate == ("used" if place <= 8 * 25 else "unfinished")
     assert place == 9 * 25
@@ -111,7 +120,9 @@ def test_every_sample_has_one_fate() -> None:
 def test_a_step_is_taken_when_every_group_has_enough() -> None:
     """Two groups of two that do the same: one answer of each is enough, two of one are not."""
     script = [*joined(4), (1.0, Done("w0")), (2.0, Done("w1")), (3.0, Done("w3"))]
-    entries = transcript(pl.MinWorkers(4, pl.Coded(Grouped(4, repetition(2)))), script, batch=8)
+    entries = transcript(
+        pl.policies.MinWorkers(4, pl.policies.Coded(Grouped(4, repetition(2)))), script, batch=8
+    )
     assert [task.work.tag for task in started(entries)[:4]] == [0, 1, 2, 3]
     assert entries[4].commands == entries[5].commands == ()
     step, discard, cancel, *again = entries[6].commands
@@ -126,7 +137,7 @@ def test_a_step_is_taken_when_every_group_has_enough() -> None:
 
 def test_late_answers_are_of_no_use() -> None:
     script = [*joined(2), (1.0, Done("w0"))]
-    policy = pl.MinWorkers(2, pl.Coded(Grouped(2, repetition(2))))
+    policy = pl.policies.MinWorkers(2, pl.policies.Coded(Grouped(2, repetition(2))))
     coordinator = Coordinator(policy, 8)
     for now, event in script[:2]:
         assert not isinstance(event, Done)
@@ -138,13 +149,13 @@ def test_late_answers_are_of_no_use() -> None:
 @pytest.mark.parametrize("missing", list(combinations(range(6), 2)))
 def test_any_two_of_six_may_be_missing(missing: tuple[int, int]) -> None:
     script = [*joined(6), *((1.0 + i, Done(f"w{i}")) for i in range(6) if i not in missing)]
-    entries = transcript(pl.MinWorkers(6, pl.coded(2, 1)), script, batch=6)
+    entries = transcript(pl.policies.MinWorkers(6, pl.coded(2, 1)), script, batch=6)
     steps = [c for entry in entries for c in entry.commands if isinstance(c, Step)]
     assert len(steps) == 1
 
 
 def test_an_approximate_code_decodes_what_has_come() -> None:
-    run = fit(pl.Coded(Replicated(8, 2, 2), wait=6), pl.Simulator(8), 32)
+    run = fit(pl.policies.Coded(Replicated(8, 2, 2), wait=6), pl.Simulator(8), 32)
     assert run.steps == 40
     assert run.metrics["loss"][-1] < run.metrics["loss"][0]
     assert all(count <= 6 for count in run.metrics["results"])
@@ -155,7 +166,9 @@ def test_an_approximate_code_decodes_what_has_come() -> None:
 
 def test_the_row_of_one_who_left_goes_to_one_without() -> None:
     script: list[tuple[float, Event | Done]] = [*joined(4), (1.0, Left("w2")), (2.0, Joined("w9"))]
-    entries = transcript(pl.MinWorkers(4, pl.Coded(Grouped(4, repetition(2)))), script, batch=8)
+    entries = transcript(
+        pl.policies.MinWorkers(4, pl.policies.Coded(Grouped(4, repetition(2)))), script, batch=8
+    )
     assert entries[4].commands == ()
     (task,) = started(entries[5:])
     assert (task.worker, task.work.tag) == ("w9", 2)
@@ -170,7 +183,9 @@ def test_where_those_who_are_there_are_not_enough_one_takes_a_second_row() -> No
         (2.0, Done("w0")),
         (3.0, Done("w0")),
     ]
-    entries = transcript(pl.MinWorkers(4, pl.Coded(Grouped(4, repetition(2)))), script, batch=8)
+    entries = transcript(
+        pl.policies.MinWorkers(4, pl.policies.Coded(Grouped(4, repetition(2)))), script, batch=8
+    )
     (again,) = started(entries[6:7])
     assert (again.worker, again.work.tag) == ("w0", 2)
     assert any(isinstance(c, Step) for c in entries[7].commands)
@@ -178,9 +193,9 @@ def test_where_those_who_are_there_are_not_enough_one_takes_a_second_row() -> No
 
 def test_the_code_is_made_anew_when_the_change_lasts() -> None:
     """Of six workers one leaves: for five steps its row stays empty, then there are five rows."""
-    schedule = [(3.0, pl.Left("w5"))]
-    run = fit(pl.coded(1, 1), pl.Simulator(6, pl.Fixed(0.5), schedule=schedule), 30, 30)
-    cuts = [(task.version, task.work.cut) for task in started(run.journal)]
+    schedule = [(3.0, pl.protocol.Left("w5"))]
+    run = fit(pl.coded(1, 1), pl.Simulator(6, pl.delays.Fixed(0.5), schedule=schedule), 30, 30)
+    cuts = [(task.version, task.work.n_parts) for task in started(run.journal)]
     changed = min(version for version, cut in cuts if cut == 5)
     left = min(
         task.version
@@ -194,17 +209,17 @@ def test_the_code_is_made_anew_when_the_change_lasts() -> None:
 
 
 def test_the_code_grows_with_those_who_join() -> None:
-    schedule = [(0.1, pl.Left("w5")), (9.0, pl.Joined("w5"))]
-    run = fit(pl.coded(1, 1), pl.Simulator(6, pl.Fixed(0.5), schedule=schedule), 30, 40)
-    assert [task.work.cut for task in started(run.journal)][-1] == 6
+    schedule = [(0.1, pl.protocol.Left("w5")), (9.0, pl.protocol.Joined("w5"))]
+    run = fit(pl.coded(1, 1), pl.Simulator(6, pl.delays.Fixed(0.5), schedule=schedule), 30, 40)
+    assert [task.work.n_parts for task in started(run.journal)][-1] == 6
 
 
 # --- wrong gradients -----------------------------------------------------------------------------
 
 
-def answered(policy: pl.Coded, n: int, sketches: dict[int, float]) -> Coordinator:
+def answered(policy: pl.policies.Coded, n: int, sketches: dict[int, float]) -> Coordinator:
     """Let rows answer with given sketches, in their order."""
-    coordinator = Coordinator(pl.MinWorkers(n, policy), 8)
+    coordinator = Coordinator(pl.policies.MinWorkers(n, policy), 8)
     tasks: dict[int, Task] = {}
     for i in range(n):
         for task in started([coordinator.handle(0.0, Joined(f"w{i}"))]):
@@ -217,7 +232,7 @@ def answered(policy: pl.Coded, n: int, sketches: dict[int, float]) -> Coordinato
 
 def test_the_wrong_one_is_named_and_left_out() -> None:
     """A group of three that do the same, and waits for all: two agree, so the third is wrong."""
-    policy = pl.Coded(Grouped(3, repetition(3)), verify=2)
+    policy = pl.policies.Coded(Grouped(3, repetition(3)), verify=2)
     coordinator = answered(policy, 3, {0: 5.0, 1: 7.0, 2: 5.0})
     (step,) = (c for e in coordinator.journal for c in e.commands if isinstance(c, Step))
     assert 1 not in step.weights
@@ -231,16 +246,16 @@ def test_with_shorter_messages_too() -> None:
     blocks = np.array([3.0, -1.0])
     right = {i: float(np.array(code.row(i)[0]) @ blocks) for i in range(6)}
     for wrong in range(6):
-        policy = pl.Coded(code, verify=4)
+        policy = pl.policies.Coded(code, verify=4)
         coordinator = answered(policy, 6, right | {wrong: right[wrong] + 0.1})
         assert coordinator.policy.inner.suspects == {f"w{wrong}": 1}  # type: ignore[attr-defined]
-    clean = answered(pl.Coded(code, verify=4), 6, right)
+    clean = answered(pl.policies.Coded(code, verify=4), 6, right)
     assert clean.policy.inner.suspects == {}  # type: ignore[attr-defined]
 
 
 def test_two_that_differ_are_known_to_differ_and_no_more() -> None:
-    policy = pl.Coded(Grouped(2, repetition(2)), verify=1)
-    with pytest.raises(pl.WrongGradients, match="contradict each other"):
+    policy = pl.policies.Coded(Grouped(2, repetition(2)), verify=1)
+    with pytest.raises(pl.errors.WrongGradients, match="contradict each other"):
         answered(policy, 2, {0: 5.0, 1: 7.0})
 
 
@@ -248,8 +263,8 @@ def test_in_a_whole_run_the_broken_worker_is_found() -> None:
     run = pl.Trainer(
         Broken(logistic(12)), pl.coded(2, 1, verify=2), pl.Simulator(3), progress=False
     ).fit(steps=10)
-    assert isinstance(run.learned, pl.Coded)
-    assert run.learned.suspects == {"w1": 10}
+    assert isinstance(run.policy, pl.policies.Coded)
+    assert run.policy.suspects == {"w1": 10}
     expected = fit(pl.sync(), pl.Simulator(3), 12, 10)
     np.testing.assert_allclose(run.model, expected.model, atol=1e-12)
 
@@ -257,7 +272,7 @@ def test_in_a_whole_run_the_broken_worker_is_found() -> None:
 class Broken:
     """A learner whose worker w1 returns gradients that are off in one element."""
 
-    def __init__(self, inner: pl.Logistic) -> None:
+    def __init__(self, inner: pl.learners.Logistic) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> object:
@@ -268,7 +283,7 @@ class Broken:
 
 
 class _BrokenReplica:
-    def __init__(self, problem: pl.Logistic, seed: int) -> None:
+    def __init__(self, problem: pl.learners.Logistic, seed: int) -> None:
         self._inner, self._seed = problem.replica(seed), seed
 
     def compute(self, model: object, task: Task, proceed: object) -> object:
@@ -304,12 +319,12 @@ def test_healthy_workers_are_not_suspected_though_gradients_add_up_to_zero() -> 
     for verify in (1, 2):
         policy = pl.coded(2, 1, verify=verify)
         run = pl.Trainer(learner, policy, pl.Simulator(5), progress=False).fit(steps=10)
-        assert isinstance(run.learned, pl.Coded) and run.learned.suspects == {}
+        assert isinstance(run.policy, pl.policies.Coded) and run.policy.suspects == {}
 
 
 def test_who_returns_no_number_is_named() -> None:
     for row in range(3):
-        policy = pl.Coded(Grouped(3, repetition(3)), verify=2)
+        policy = pl.policies.Coded(Grouped(3, repetition(3)), verify=2)
         coordinator = answered(policy, 3, {0: 5.0, 1: 5.0, 2: 5.0} | {row: float("nan")})
         assert coordinator.policy.inner.suspects == {f"w{row}": 1}  # type: ignore[attr-defined]
 
@@ -317,7 +332,9 @@ def test_who_returns_no_number_is_named() -> None:
 def test_where_all_are_without_a_number_nobody_is_blamed() -> None:
     """Training has diverged: the step is taken, and its loss ends the run."""
     coordinator = answered(
-        pl.Coded(Grouped(3, repetition(3)), verify=2), 3, dict.fromkeys(range(3), float("nan"))
+        pl.policies.Coded(Grouped(3, repetition(3)), verify=2),
+        3,
+        dict.fromkeys(range(3), float("nan")),
     )
     assert coordinator.policy.inner.suspects == {}  # type: ignore[attr-defined]
     assert coordinator.ledger.version == 1
@@ -326,15 +343,15 @@ def test_where_all_are_without_a_number_nobody_is_blamed() -> None:
 def test_rows_without_parts_are_not_waited_for() -> None:
     code = by_speed((0.01, 5.0, 5.0, 5.0, 5.0), 10, 1, 2)
     assert not code.row(0)
-    run = fit(pl.Coded(code, verify=1), pl.Simulator(5), 20, steps=5)
+    run = fit(pl.policies.Coded(code, verify=1), pl.Simulator(5), 20, steps=5)
     assert run.steps == 5
 
 
 def test_what_is_verified_stays_so_while_one_is_away() -> None:
     """The one who is left of a group computes the other's row as well."""
-    policy = pl.Coded(Grouped(4, repetition(2)), verify=1)
-    schedule = [(0.5, pl.Left("w0"))]
-    run = fit(policy, pl.Simulator(4, pl.Fixed(1.0), schedule=schedule), 8, steps=5)
+    policy = pl.policies.Coded(Grouped(4, repetition(2)), verify=1)
+    schedule = [(0.5, pl.protocol.Left("w0"))]
+    run = fit(policy, pl.Simulator(4, pl.delays.Fixed(1.0), schedule=schedule), 8, steps=5)
     rows = [task.work.tag for task in started(run.journal) if task.version == 2]
     assert sorted(map(str, rows)) == ["0", "1", "2", "3"]
 
@@ -343,7 +360,7 @@ def test_nothing_is_kept_of_parts_that_were_lost() -> None:
     script: list[tuple[float, Event | Done]] = [*joined(4)]
     for turn in range(20):
         script += [(1.0 + turn, Left("w0")), (1.5 + turn, Joined("w0"))]
-    coordinator = Coordinator(pl.MinWorkers(4, pl.coded(1, 1)), 8)
+    coordinator = Coordinator(pl.policies.MinWorkers(4, pl.coded(1, 1)), 8)
     for now, event in script:
         assert not isinstance(event, Done)
         coordinator.handle(now, event)
@@ -357,22 +374,22 @@ def test_nothing_is_kept_of_parts_that_were_lost() -> None:
     ("policy", "told"),
     [
         (
-            pl.Coded(Grouped(4, repetition(2))),
+            pl.policies.Coded(Grouped(4, repetition(2))),
             "the code has 4 rows and this engine 6 workers; make it for 6, or give Coded a",
         ),
         (pl.coded(1, 1), None),
         (
-            pl.Coded(graph(6, 2, 1)),
+            pl.policies.Coded(graph(6, 2, 1)),
             r"decodes whatever has come; say after how many answers: Coded\(code, wait=5\)",
         ),
         (pl.coded(1, 1, verify=2), "verify=2: this code bears 1 stragglers"),
         (
-            pl.Coded(graph(6, 2, 1), wait=5, verify=1),
+            pl.policies.Coded(graph(6, 2, 1), wait=5, verify=1),
             "estimates differ without anybody being wrong; use an exact code, and no wait=",
         ),
     ],
 )
-def test_what_cannot_work_is_refused(policy: pl.Coded, told: str | None) -> None:
+def test_what_cannot_work_is_refused(policy: pl.policies.Coded, told: str | None) -> None:
     engine = pl.Simulator(6)
     if told is None:
         with pytest.raises(ValueError, match="batch_size=5 cannot be cut into 6 parts"):
@@ -383,8 +400,8 @@ def test_what_cannot_work_is_refused(policy: pl.Coded, told: str | None) -> None
 
 
 def test_senseless_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="use stragglers >= 0, messages >= 1"):
+    with pytest.raises(ValueError, match="stragglers=-1: use at least 0"):
         pl.coded(-1)
-    with pytest.raises(ValueError, match="use stragglers >= 0, messages >= 1"):
+    with pytest.raises(ValueError, match="messages=0: use at least 1"):
         pl.coded(1, 0)
     assert code_for(3, 2, 4).n == 3  # fewer workers than it would need: it bears less

@@ -26,8 +26,8 @@ from paceline.testing import Done, transcript
 WORK = Work(budget=1.6)
 
 
-def start(id: int, worker: str, draw: int, version: int, since: float, attempt: int = 1) -> Start:
-    return Start(Task(id, worker, WORK, version, since, 10, draw, attempt))
+def start(id: int, worker: str, offset: int, version: int, since: float, attempt: int = 1) -> Start:
+    return Start(Task(id, worker, WORK, version, since, 10, offset, attempt))
 
 
 def play(*script: tuple[float, Event | Done]) -> list[tuple[Command, ...]]:
@@ -115,8 +115,8 @@ def test_when_all_are_gone_what_is_held_is_used() -> None:
     ("period", "budget", "told"),
     [
         (1.0, 2.0, "budget=2 of period=1 seconds: use 0 < budget <= period"),
-        (1.0, 0.0, "budget=0 of period=1 seconds: use 0 < budget <= period"),
-        (-1.0, None, "budget=-0.8 of period=-1 seconds: use 0 < budget <= period"),
+        (1.0, 0.0, "budget=0.0: use a number of seconds above 0"),
+        (-1.0, None, "period=-1.0: use a number of seconds above 0"),
     ],
 )
 def test_budgets_that_cannot_work_are_refused(
@@ -138,9 +138,13 @@ def test_the_budget_is_four_fifths_of_the_period_unless_said() -> None:
 
 def test_a_step_takes_the_budget_and_uses_what_each_has_done() -> None:
     """Speeds of 10, 5 and 1 samples a second, 2 seconds: 20 + 10 + 2 samples."""
-    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.2), pl.Fixed(1.0)], unit=1)
+    engine = pl.Simulator(
+        3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.2), pl.delays.Fixed(1.0)], unit=1
+    )
     policy = pl.deadline(2.5, 2.0)
-    run = pl.Trainer(pl.Timing(batch_size=100), policy, engine, progress=False).fit(steps=4)
+    run = pl.Trainer(pl.learners.TimingOnly(batch_size=100), policy, engine, progress=False).fit(
+        steps=4
+    )
     assert run.metrics["seconds"] == pytest.approx([2.0, 4.0, 6.0, 8.0])
     assert run.metrics["samples"].tolist() == [32.0] * 4
     steps = [c for entry in run.journal for c in entry.commands if isinstance(c, Step)]
@@ -150,18 +154,20 @@ def test_a_step_takes_the_budget_and_uses_what_each_has_done() -> None:
 
 def test_the_step_comes_at_the_latest_after_the_period() -> None:
     """The slow link makes one result late, always: it is cancelled each time."""
-    links = [pl.Link(), pl.Link(latency=1.0)]
-    engine = pl.Simulator(2, [pl.Fixed(0.1)], links, unit=1)
+    links = [pl.delays.Link(), pl.delays.Link(latency=1.0)]
+    engine = pl.Simulator(2, [pl.delays.Fixed(0.1)], links, unit=1)
     policy = pl.deadline(2.0, 1.0)
-    run = pl.Trainer(pl.Timing(batch_size=100), policy, engine, progress=False).fit(steps=3)
+    run = pl.Trainer(pl.learners.TimingOnly(batch_size=100), policy, engine, progress=False).fit(
+        steps=3
+    )
     assert run.metrics["seconds"].tolist() == [2.0, 4.0, 6.0]
     assert run.metrics["samples"].tolist() == [10.0] * 3
     assert run.meter.cancelled == 3
 
 
 def test_no_worker_does_more_than_the_batch() -> None:
-    engine = pl.Simulator(2, [pl.Fixed(0.01)], unit=1)
-    learner = pl.Timing(batch_size=10)
+    engine = pl.Simulator(2, [pl.delays.Fixed(0.01)], unit=1)
+    learner = pl.learners.TimingOnly(batch_size=10)
     run = pl.Trainer(learner, pl.deadline(2.0), engine, progress=False).fit(steps=3)
     assert run.metrics["samples"].tolist() == [20.0] * 3
     assert run.metrics["seconds"] == pytest.approx([0.1, 0.2, 0.3])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 import paceline as pl
@@ -33,9 +34,15 @@ from paceline.testing import Done, transcript
 
 
 def start(
-    id: int, worker: str, draw: int, samples: int, version: int = 0, since: float = 0.0, **more: int
+    id: int,
+    worker: str,
+    offset: int,
+    samples: int,
+    version: int = 0,
+    since: float = 0.0,
+    **more: int,
 ) -> Start:
-    return Start(Task(id, worker, Work(samples=samples), version, since, samples, draw, **more))
+    return Start(Task(id, worker, Work(samples=samples), version, since, samples, offset, **more))
 
 
 def joined(*workers: str) -> list[tuple[float, Event | Done]]:
@@ -61,7 +68,7 @@ def tasks(entries: Iterable[Entry]) -> dict[int, Task]:
 def test_the_shares_of_a_round_add_up_to_the_batch() -> None:
     """11 samples for 3: 4 + 4 + 3, in every round, from consecutive places of the stream."""
     script = [*joined("w0", "w1", "w2"), (1.0, Done("w2")), (2.0, Done("w0")), (3.0, Done("w1"))]
-    assert answers(transcript(pl.MinWorkers(3, pl.sync()), script, batch=11)) == [
+    assert answers(transcript(pl.policies.MinWorkers(3, pl.sync()), script, batch=11)) == [
         (),
         (),
         (start(0, "w0", 0, 4), start(1, "w1", 4, 4), start(2, "w2", 8, 3)),
@@ -81,14 +88,14 @@ def test_the_shares_of_a_round_add_up_to_the_batch() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_a_sync_step_uses_the_batch_exactly(workers: int, batch: int) -> None:
     run = pl.Trainer(
-        pl.Timing(batch_size=batch), pl.sync(), pl.Simulator(workers), progress=False
+        pl.learners.TimingOnly(batch_size=batch), pl.sync(), pl.Simulator(workers), progress=False
     ).fit(steps=6)
     assert run.metrics["samples"].tolist() == [batch] * 6
     assert run.metrics["results"].tolist() == [workers] * 6
 
 
 def test_work_that_says_its_samples_is_not_shared() -> None:
-    entries = transcript(pl.Gather(2, work=Work(samples=5)), joined("w0", "w1"), batch=8)
+    entries = transcript(pl.policies.Gather(2, work=Work(samples=5)), joined("w0", "w1"), batch=8)
     assert [task.samples for task in tasks(entries).values()] == [5, 5]
 
 
@@ -96,7 +103,7 @@ def test_work_may_depend_on_the_worker() -> None:
     def work(view: View, worker: WorkerId) -> Work:
         return Work(samples=10 + int(worker[1:]) + view.version)
 
-    policy = pl.Gather(2, work=work)
+    policy = pl.policies.Gather(2, work=work)
     script = [*joined("w0", "w1"), (1.0, Done("w0")), (1.0, Done("w1"))]
     entries = transcript(policy, script, batch=8)
     assert [task.samples for task in tasks(entries).values()] == [10, 11, 11, 12]
@@ -112,7 +119,7 @@ def test_a_joiner_in_mid_round_waits_for_the_next_under_sync() -> None:
         (2.0, Done("w0")),
         (3.0, Done("w1")),
     ]
-    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=6)
+    entries = transcript(pl.policies.MinWorkers(2, pl.sync()), script, batch=6)
     assert answers(entries)[2:4] == [(), ()]
     assert entries[4].commands == (
         Step({0: 0.5, 1: 0.5}),
@@ -136,7 +143,7 @@ def test_a_share_lost_in_mid_round_is_done_by_one_who_waits() -> None:
         (3.0, Done("w2")),
         (4.0, Done("w1")),
     ]
-    assert answers(transcript(pl.MinWorkers(3, pl.sync()), script, batch=7))[3:] == [
+    assert answers(transcript(pl.policies.MinWorkers(3, pl.sync()), script, batch=7))[3:] == [
         (),  # everyone is busy
         (start(3, "w1", 0, 3, since=2.0, attempt=2),),
         (),
@@ -151,7 +158,7 @@ def test_a_share_lost_in_mid_round_is_done_by_one_who_waits() -> None:
 
 def test_one_who_returns_in_mid_round_takes_up_what_was_lost() -> None:
     script = [*joined("w0", "w1"), (1.0, Left("w0")), (1.5, Joined("w0"))]
-    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    entries = transcript(pl.policies.MinWorkers(2, pl.sync()), script, batch=8)
     assert entries[-1].commands == (start(2, "w0", 0, 4, since=1.5, attempt=2),)
 
 
@@ -160,7 +167,7 @@ def test_one_who_returns_in_mid_round_takes_up_what_was_lost() -> None:
     [pl.k_sync(1), pl.k_async(1), pl.asynchronous(), pl.rennala(1), pl.ringmaster(9)],
     ids=describe,
 )
-def test_what_was_lost_comes_before_anything_new(policy: pl.Gather) -> None:
+def test_what_was_lost_comes_before_anything_new(policy: pl.policies.Gather) -> None:
     script = [*joined("w0", "w1"), (1.0, Left("w0")), (2.0, Done("w1"))]
     step, again, *rest = transcript(policy, script, batch=8)[3].commands
     assert step == Step({1: 1.0})
@@ -177,11 +184,11 @@ def test_everyone_gone_and_back_nothing_is_lost() -> None:
         (2.5, Done("w0")),  # the task it had before it left, too late
         *((3.0 + i, Done("w0")) for i in range(3)),
     ]
-    entries = transcript(pl.MinWorkers(3, pl.sync()), script, batch=9)
+    entries = transcript(pl.policies.MinWorkers(3, pl.sync()), script, batch=9)
     assert entries[7].commands == (Discard(0),)
     (step,) = steps(entries)
     redone = tasks(entries)
-    assert [redone[id].draw for id in step.weights] == [0, 3, 6]
+    assert [redone[id].offset for id in step.weights] == [0, 3, 6]
     assert all(redone[id].attempt == 2 for id in step.weights)
     assert redone[max(redone)].samples == 9  # the next round has one worker
 
@@ -194,7 +201,7 @@ def test_a_share_that_no_worker_survives_is_replaced_by_a_new_one() -> None:
         (4.0, Done("w1")),
         (5.0, Done("w4")),
     ]
-    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    entries = transcript(pl.policies.MinWorkers(2, pl.sync()), script, batch=8)
     assert answers(entries)[1:9] == [
         (start(0, "w0", 0, 4), start(1, "w1", 4, 4)),
         *((), (), ()),  # they join in mid-round
@@ -208,13 +215,13 @@ def test_a_share_that_no_worker_survives_is_replaced_by_a_new_one() -> None:
 
 def test_an_empty_result_is_discarded_and_its_place_filled() -> None:
     script = [*joined("w0", "w1"), (1.0, Done("w0", samples=0)), (2.0, Done("w1"))]
-    entries = transcript(pl.MinWorkers(2, pl.sync()), script, batch=8)
+    entries = transcript(pl.policies.MinWorkers(2, pl.sync()), script, batch=8)
     assert entries[2].commands == (Discard(0), start(2, "w0", 8, 4, since=1.0))
     assert entries[3].commands == ()
 
 
 def test_a_result_that_has_grown_too_old_is_discarded_on_arrival() -> None:
-    policy = pl.Gather(2, max_delay=1, preempt=False)
+    policy = pl.policies.Gather(2, max_staleness=1, preempt=False)
     script = [
         *joined("w0", "w1", "w2", "w3"),  # tasks 0 to 3 at version 0
         *((1.0, Done("w0")), (1.0, Done("w1"))),  # step 1, tasks 4 and 5
@@ -239,7 +246,7 @@ def test_what_a_step_left_out_is_discarded_once_it_is_too_old() -> None:
         *((1.0, Done("w0")), (1.0, Done("w1"))),  # uses 0, keeps 1 for a step more
         (2.0, Done("w0")),
     ]
-    policy = pl.Gather(2, max_delay=1, combine=first)
+    policy = pl.policies.Gather(2, max_staleness=1, combine=first)
     assert [entry.commands for entry in transcript(policy, script, batch=2) if entry.now] == [
         (),
         (Step({0: 1.0}), start(2, "w0", 2, 1, version=1, since=1.0)),
@@ -250,7 +257,7 @@ def test_what_a_step_left_out_is_discarded_once_it_is_too_old() -> None:
         ),
         (),
     ]
-    strict = transcript(pl.Gather(2, combine=first), script[:4], batch=2)
+    strict = transcript(pl.policies.Gather(2, combine=first), script[:4], batch=2)
     assert strict[3].commands[:2] == (Step({0: 1.0}), Discard(1))
 
 
@@ -273,16 +280,16 @@ class Growing:
 
 
 def test_a_chooser_is_asked_once_per_version_and_sees_every_event() -> None:
-    policy = pl.Gather(Growing())
+    policy = pl.policies.Gather(Growing())
     assert policy.wants == {"norm"}
     script = [*joined("w0", "w1"), (1.0, Done("w0")), (2.0, Done("w1")), (3.0, Done("w0"))]
-    coordinator = pl.Coordinator(policy, 8)
+    coordinator = pl.protocol.Coordinator(policy, 8)
     entries = transcript(policy, script, batch=8)
     assert [list(step.weights) for step in steps(entries)] == [[0]]
     assert entries[2].commands[1] == Cancel(1)  # w1's, of version 0
     for entry in entries:
         coordinator.handle(entry.now, entry.event)
-    assert isinstance(coordinator.policy, pl.Gather)
+    assert isinstance(coordinator.policy, pl.policies.Gather)
     assert isinstance(coordinator.policy.k, Growing)
     assert coordinator.policy.k.learned[:4] == ["Joined", "Joined", "Finished", "Stepped"]
     samples = [task.samples for task in tasks(entries).values()]
@@ -307,7 +314,7 @@ class Odd:
 
 
 def test_a_selector_says_who_gets_a_task() -> None:
-    policy = pl.Gather(1, select=Odd(), hedge=1, refill=True)
+    policy = pl.policies.Gather(1, select=Odd(), hedge=1, refill=True)
     assert policy.wants == {"dot"}
     entries = transcript(policy, joined("w0", "w1", "w2", "w3", "w5"), batch=2)
     assert [task.worker for task in tasks(entries).values()] == ["w1", "w3"]  # and no third
@@ -315,11 +322,11 @@ def test_a_selector_says_who_gets_a_task() -> None:
 
 def test_a_selector_hears_how_many_results_are_missing() -> None:
     selector = Odd()
-    policy = pl.Gather(2, select=selector, refill=True)
-    coordinator = pl.Coordinator(policy, 2)
+    policy = pl.policies.Gather(2, select=selector, refill=True)
+    coordinator = pl.protocol.Coordinator(policy, 2)
     for worker in ("w0", "w1", "w3"):
         coordinator.handle(0.0, Joined(worker))
-    assert isinstance(coordinator.policy, pl.Gather)
+    assert isinstance(coordinator.policy, pl.policies.Gather)
     assert isinstance(coordinator.policy.select, Odd)
     assert coordinator.policy.select.asked == [2, 2, 1]
     assert selector.asked == []
@@ -330,7 +337,7 @@ def test_a_selector_hears_how_many_results_are_missing() -> None:
 
 def test_weights_follow_the_samples() -> None:
     script = [*joined("w0", "w1"), (1.0, Done("w1", samples=1)), (2.0, Done("w0", samples=3))]
-    (step,) = steps(transcript(pl.Gather(2, work=Work(samples=4)), script))
+    (step,) = steps(transcript(pl.policies.Gather(2, work=Work(samples=4)), script))
     assert step == Step({0: 0.75, 1: 0.25})
     assert list(step.weights) == [0, 1]  # summed in the order of the data, not of arrival
 
@@ -354,14 +361,14 @@ def test_faded_divides_by_one_more_than_the_delay() -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^k=0: a step needs at least one result; use k >= 1$"):
-        pl.Gather(0)
-    with pytest.raises(ValueError, match=r"^max_delay=-1: a delay counts versions; use >= 0$"):
-        pl.Gather(1, max_delay=-1)
+        pl.policies.Gather(0)
+    with pytest.raises(ValueError, match=r"^max_staleness=-1: use >= 0$"):
+        pl.policies.Gather(1, max_staleness=-1)
 
 
-def refusal(policy: pl.Gather, workers: int, batch: int) -> str:
+def refusal(policy: pl.policies.Gather, workers: int, batch: int) -> str:
     with pytest.raises(ValueError) as refused:
-        pl.Trainer(pl.Timing(batch), policy, pl.Simulator(workers), progress=False)
+        pl.Trainer(pl.learners.TimingOnly(batch), policy, pl.Simulator(workers), progress=False)
     return str(refused.value)
 
 
@@ -375,23 +382,23 @@ def test_more_results_than_workers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [pl.sync(), pl.sync(8), pl.k_async(8), pl.rennala(8)], ids=describe
+    "policy", [pl.sync(), pl.sync(shares=8), pl.k_async(8), pl.rennala(8)], ids=describe
 )
-def test_a_batch_smaller_than_its_shares_is_refused(policy: pl.Gather) -> None:
+def test_a_batch_smaller_than_its_shares_is_refused(policy: pl.policies.Gather) -> None:
     told = "batch_size=7 cannot be shared among k=8 results; use batch_size >= 8"
     assert refusal(policy, 8, 7) == told
     policy.check(8, 8)
 
 
 def test_work_with_its_own_samples_needs_no_batch_to_share() -> None:
-    pl.Gather(8, work=Work(samples=1)).check(8, 1)
-    pl.Gather(8, work=lambda view, worker: Work(samples=1)).check(8, 1)
+    pl.policies.Gather(8, work=Work(samples=1)).check(8, 1)
+    pl.policies.Gather(8, work=lambda view, worker: Work(samples=1)).check(8, 1)
 
 
 def test_redo_is_a_command_of_the_protocol() -> None:
     """What the transcripts above show as started tasks, the policy asks for by the task's id."""
     policy = pl.k_sync(1)
-    coordinator = pl.Coordinator(policy, 4)
+    coordinator = pl.protocol.Coordinator(policy, 4)
     coordinator.handle(0.0, Joined("w0"))
     coordinator.ledger.record(1.0, Left("w0"))
     coordinator.ledger.record(1.0, Joined("w1"))
@@ -404,3 +411,25 @@ def test_a_stepped_event_alone_changes_nothing() -> None:
     assert entries[-1].event == Stepped(1)
     assert entries[-1].commands == ()
     assert isinstance(entries[-2].event, Finished)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: pl.k_sync("3"), r"k='3': use a whole number from 1 on"),  # type: ignore[arg-type]
+        (lambda: pl.k_sync(2.5), r"k=2.5: use a whole number from 1 on"),  # type: ignore[arg-type]
+        (lambda: pl.k_sync(3, samples="8"), r"samples='8': use a whole number"),  # type: ignore[arg-type]
+        (lambda: pl.asynchronous("3"), r"max_staleness='3': use >= 0"),  # type: ignore[arg-type]
+        (lambda: pl.ringmaster("2"), r"threshold='2': .* use threshold >= 1"),  # type: ignore[arg-type]
+        (lambda: pl.local_sgd("10"), r"steps='10': use a whole number"),  # type: ignore[arg-type]
+        (lambda: pl.local_sgd(0), r"steps=0: use at least 1"),
+        (lambda: pl.bandit(2, hedge="1"), r"hedge='1': use 0 or more"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_of_another_kind_are_refused(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    assert pl.k_sync(np.int64(3)) == pl.k_sync(3)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 
 import paceline as pl
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Cancel,
     Command,
@@ -17,7 +18,6 @@ from paceline.core.protocol import (
     Finished,
     Joined,
     Left,
-    Policy,
     Start,
     Step,
     Task,
@@ -26,27 +26,32 @@ from paceline.core.protocol import (
 from paceline.core.state import describe
 from paceline.testing import Done, transcript
 
-UNEQUAL = [pl.Exponential(0.2), pl.Exponential(1.0), pl.Exponential(1.0), pl.Exponential(6.0)]
+UNEQUAL = [
+    pl.delays.Exponential(0.2),
+    pl.delays.Exponential(1.0),
+    pl.delays.Exponential(1.0),
+    pl.delays.Exponential(6.0),
+]
 
 
 def start(
-    id: int, worker: str, draw: int, samples: int, version: int = 0, since: float = 0.0
+    id: int, worker: str, offset: int, samples: int, version: int = 0, since: float = 0.0
 ) -> Start:
-    return Start(Task(id, worker, Work(samples=samples), version, since, samples, draw))
+    return Start(Task(id, worker, Work(samples=samples), version, since, samples, offset))
 
 
 def play(policy: Policy, *dones: str, batch: int = 4) -> list[tuple[Command, ...]]:
     """Let w0, w1 and w2 join and then finish in this order, a second apart; return the answers."""
     script: list[tuple[float, Event | Done]] = [(0.0, Joined(f"w{i}")) for i in range(3)]
     script += [(1.0 + i, Done(worker)) for i, worker in enumerate(dones)]
-    entries = transcript(pl.MinWorkers(3, policy), script, batch)
+    entries = transcript(pl.policies.MinWorkers(3, policy), script, batch)
     return [entry.commands for entry in entries[2:] if entry.commands]
 
 
 def train(
-    policy: Policy, learner: pl.Quadratic | None = None, steps: int = 200, **engine: object
+    policy: Policy, learner: pl.learners.Quadratic | None = None, steps: int = 200, **engine: object
 ) -> pl.Run:
-    learner = learner or pl.Quadratic(noise=0.1, batch_size=8)
+    learner = learner or pl.learners.Quadratic(noise=0.1, batch_size=8)
     simulator = pl.Simulator(4, UNEQUAL, **engine)  # type: ignore[arg-type]
     return pl.Trainer(learner, policy, simulator, seed=3, progress=False).fit(steps=steps)
 
@@ -100,7 +105,7 @@ def test_sync_of_n_cuts_the_batch_into_n_shares() -> None:
     """With fewer workers than shares, one who waits does another share."""
     script = [(0.0, Joined("w0")), (0.0, Joined("w1")), (1.0, Done("w0")), (2.0, Done("w1"))]
     script += [(3.0, Done("w0"))]
-    entries = transcript(pl.MinWorkers(2, pl.sync(3)), script, batch=6)
+    entries = transcript(pl.policies.MinWorkers(2, pl.sync(shares=3)), script, batch=6)
     assert [entry.commands for entry in entries[1:5]] == [
         (start(0, "w0", 0, 2), start(1, "w1", 2, 2)),
         (start(2, "w0", 4, 2, since=1.0),),
@@ -196,7 +201,7 @@ def test_local_sgd_asks_for_local_steps() -> None:
     assert first == tuple(Start(Task(i, f"w{i}", work, 0, 0.0, 2, 6 * i)) for i in range(3))
     assert second[0] == Step({0: 1 / 3, 1: 1 / 3, 2: 1 / 3})
     assert second[1] == Start(Task(3, "w0", work, 1, 3.0, 2, 18))
-    assert pl.local_sgd(3, k=2) == pl.Gather(2, work=Work(steps=3))
+    assert pl.local_sgd(3, k=2) == pl.policies.Gather(2, work=Work(steps=3))
 
 
 def test_ringmaster_needs_a_threshold() -> None:
@@ -268,7 +273,7 @@ def test_asynchronous_damps_by_the_delay_and_nobody_waits() -> None:
 
 
 def test_asynchronous_respects_its_bound() -> None:
-    run = train(pl.asynchronous(max_delay=3))
+    run = train(pl.asynchronous(max_staleness=3))
     delays = {step.version - task.version for step in steps_of(run) for task in step.tasks}
     assert delays == {0, 1, 2, 3}
     assert run.meter.discarded > 0
@@ -276,8 +281,13 @@ def test_asynchronous_respects_its_bound() -> None:
 
 def test_sync_of_equal_workers_does_not_depend_on_who_is_quick() -> None:
     """Sums are taken in the order of the data, so speeds change times and not one bit else."""
-    slow = [pl.Exponential(6.0), pl.Exponential(0.1), pl.Exponential(1.0), pl.Exponential(0.5)]
-    learner = pl.Quadratic(noise=0.1, batch_size=8)
+    slow = [
+        pl.delays.Exponential(6.0),
+        pl.delays.Exponential(0.1),
+        pl.delays.Exponential(1.0),
+        pl.delays.Exponential(0.5),
+    ]
+    learner = pl.learners.Quadratic(noise=0.1, batch_size=8)
     models = []
     for delays in (UNEQUAL, slow):
         trainer = pl.Trainer(learner, pl.sync(), pl.Simulator(4, delays), progress=False)
@@ -286,7 +296,7 @@ def test_sync_of_equal_workers_does_not_depend_on_who_is_quick() -> None:
 
 
 def test_local_sgd_of_one_worker_is_plain_sgd() -> None:
-    plain = pl.Quadratic((1.0, 0.3), noise=0.1, lr=0.1, batch_size=2)
+    plain = pl.learners.Quadratic((1.0, 0.3), noise=0.1, lr=0.1, batch_size=2)
     engine = pl.Simulator(1)
     local = pl.Trainer(plain, pl.local_sgd(5), engine, progress=False).fit(steps=4)
     every = pl.Trainer(plain, pl.sync(), engine, progress=False).fit(steps=20)
@@ -299,8 +309,8 @@ def test_local_sgd_of_one_worker_is_plain_sgd() -> None:
 
 def test_every_sample_of_the_stream_is_used_once_though_workers_leave_in_mid_round() -> None:
     schedule = [(2.5, Left("w1")), (3.1, Left("w3")), (9.0, Joined("w1")), (12.2, Left("w0"))]
-    learner = pl.Timing(batch_size=11)
-    engine = pl.Simulator(4, [pl.Exponential(1.0)], schedule=schedule)
+    learner = pl.learners.TimingOnly(batch_size=11)
+    engine = pl.Simulator(4, [pl.delays.Exponential(1.0)], schedule=schedule)
     run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=30)
     assert run.meter.lost == run.meter.redone > 0
     assert run.metrics["samples"].tolist() == [11.0] * 30
@@ -308,14 +318,14 @@ def test_every_sample_of_the_stream_is_used_once_though_workers_leave_in_mid_rou
     assert {stretch.fate for stretch in stretches} == {"used"}
     place = 0
     for stretch in stretches:
-        assert stretch.draw == place
+        assert stretch.offset == place
         place += stretch.samples
     assert place == 30 * 11
 
 
 @pytest.mark.parametrize("policy", [pl.k_sync(3), pl.rennala(3), pl.k_async(3)], ids=describe)
-def test_shares_are_off_by_fewer_than_k_samples(policy: pl.Gather) -> None:
-    learner = pl.Timing(batch_size=11)
+def test_shares_are_off_by_fewer_than_k_samples(policy: pl.policies.Gather) -> None:
+    learner = pl.learners.TimingOnly(batch_size=11)
     run = pl.Trainer(learner, policy, pl.Simulator(4), progress=False).fit(steps=50)
     assert set(run.metrics["samples"]) <= {9.0, 10.0, 11.0, 12.0, 13.0}
     assert run.metrics["results"].tolist() == [3.0] * 50
@@ -335,8 +345,14 @@ def test_a_late_result_reaches_no_step() -> None:
 
 
 def test_names_are_settings_of_gather() -> None:
-    assert pl.sync() == pl.Gather()
-    assert pl.sync(4) == pl.k_sync(4) == pl.Gather(4)
-    assert pl.k_async(2) == pl.Gather(2, max_delay=inf, preempt=False)
-    assert pl.rennala(5) == pl.Gather(5, refill=True)
-    assert pl.ringmaster(3) == pl.Gather(1, max_delay=2, refill=True)
+    assert pl.sync() == pl.policies.Gather()
+    assert pl.sync(shares=4) == pl.k_sync(4) == pl.policies.Gather(4)
+    assert pl.k_async(2) == pl.policies.Gather(2, max_staleness=inf, preempt=False)
+    assert pl.rennala(5) == pl.policies.Gather(5, refill=True)
+    assert pl.ringmaster(3) == pl.policies.Gather(1, max_staleness=2, refill=True)
+
+
+def test_a_number_given_to_sync_must_be_named() -> None:
+    """`sync(3)` reads like "wait for three", which is `k_sync(3)`."""
+    with pytest.raises(TypeError, match="positional"):
+        pl.sync(3)  # type: ignore[misc]

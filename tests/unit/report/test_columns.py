@@ -61,8 +61,8 @@ def test_what_a_column_refuses(tmp_path: Path) -> None:
 
 def test_a_run_has_the_same_figures_with_a_journal_on_disk(tmp_path: Path) -> None:
     def run(journal: Path | None) -> pl.Run:
-        learner = pl.Quadratic((1.0, 0.3), noise=0.3, lr=0.1, batch_size=8)
-        engine = pl.Simulator(3, pl.Exponential(1.0))
+        learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.1, batch_size=8)
+        engine = pl.Simulator(3, pl.delays.Exponential(1.0))
         trainer = pl.Trainer(learner, pl.k_sync(2), engine, journal=journal, progress=False)
         return trainer.fit(steps=2 * BLOCK + 10)
 
@@ -72,6 +72,6 @@ def test_a_run_has_the_same_figures_with_a_journal_on_disk(tmp_path: Path) -> No
     for name, values in in_memory.metrics.items():
         assert values.tolist() == on_disk.metrics[name].tolist()
         assert values.dtype == on_disk.metrics[name].dtype
-    assert on_disk.summary() == in_memory.summary()
+    assert on_disk.summary() == f"{in_memory.summary()}\n  journal   {tmp_path / 'run.jsonl'}"
     assert on_disk.meter.columns == in_memory.meter.columns
     assert isinstance(pickle.loads(pickle.dumps(on_disk.meter)), Meter)  # noqa: S301 (our own)

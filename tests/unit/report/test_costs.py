@@ -13,6 +13,7 @@ import pytest
 import paceline as pl
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Header, Journal
+from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Cancel,
     Discard,
@@ -21,7 +22,6 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
-    Policy,
     Start,
     Step,
     Stepped,
@@ -50,7 +50,7 @@ EVENTS: list[tuple[float, Event]] = [
 def played(prices: pl.Prices, message_bytes: int = 1000) -> Journal:
     """Return the transcript of k_sync(2) with three workers."""
     journal = Journal(Header("", 4, message_bytes=message_bytes, prices=prices))
-    coordinator = Coordinator(pl.MinWorkers(3, pl.k_sync(2)), 4, journal)
+    coordinator = Coordinator(pl.policies.MinWorkers(3, pl.k_sync(2)), 4, journal)
     for now, event in EVENTS:
         coordinator.handle(now, event)
     return journal
@@ -123,7 +123,7 @@ def test_one_price_for_all() -> None:
 
 
 def test_a_worker_with_two_tasks_is_paid_once() -> None:
-    tasks = [Task(i, "w0", pl.Work(samples=4), 0, 0.0, 4, 4 * i) for i in range(2)]
+    tasks = [Task(i, "w0", pl.protocol.Work(samples=4), 0, 0.0, 4, 4 * i) for i in range(2)]
     meter = Meter(prices=pl.Prices(per_hour=3600.0))
     meter.observe(Entry(0.0, Joined("w0"), tuple(map(Start, tasks))))
     meter.observe(Entry(1.0, Finished(0, 4), ()))
@@ -158,7 +158,7 @@ def test_rounding_leaves_nobody_paid_who_is_gone(one: float, other: float) -> No
 
 def test_a_result_that_outlives_its_worker_is_not_charged() -> None:
     meter = Meter(1000, pl.Prices(0.0, BY_WORKER.per_gigabyte))
-    task = Task(0, "w1", pl.Work(samples=4), 0, 0.0, 4, 0)
+    task = Task(0, "w1", pl.protocol.Work(samples=4), 0, 0.0, 4, 0)
     meter.observe(Entry(0.0, Joined("w1"), (Start(task),)))
     meter.observe(Entry(1.0, Left("w1"), ()))
     meter.observe(Entry(2.0, Finished(0, 4), (Discard(0),)))
@@ -171,7 +171,7 @@ def test_a_result_that_outlives_its_worker_is_not_charged() -> None:
 
 def resumed(prices: pl.Prices) -> Meter:
     """Meter the transcript from a resume at second 3, when 2 was cancelled and 3, 4, 5 run."""
-    coordinator = Coordinator(pl.MinWorkers(3, pl.k_sync(2)), 4)
+    coordinator = Coordinator(pl.policies.MinWorkers(3, pl.k_sync(2)), 4)
     entries = [coordinator.handle(now, event) for now, event in EVENTS[:6]]
     assert entries[-1].event == Stepped(1)
     state = coordinator.state()
@@ -210,11 +210,19 @@ FOUR = pl.Prices(
 def fitted(
     policy: Policy, prices: pl.Prices = FOUR, journal: Path | None = None, interrupts: bool = False
 ) -> pl.Run:
-    schedule = [(2.0, pl.Left("w1")), (5.0, pl.Joined("w1")), (6.0, pl.Left("w3"))]
+    schedule = [
+        (2.0, pl.protocol.Left("w1")),
+        (5.0, pl.protocol.Joined("w1")),
+        (6.0, pl.protocol.Left("w3")),
+    ]
     engine = pl.Simulator(
-        4, pl.Exponential(1.0), pl.Link(0.01), schedule=schedule, interruptible=interrupts
+        4,
+        pl.delays.Exponential(1.0),
+        pl.delays.Link(0.01),
+        schedule=schedule,
+        interruptible=interrupts,
     )
-    learner = pl.Quadratic(batch_size=20, lr=0.01)
+    learner = pl.learners.Quadratic(batch_size=20, lr=0.01)
     return pl.Trainer(
         learner, policy, engine, seed=5, progress=False, prices=prices, journal=journal
     ).fit(steps=40)
@@ -303,8 +311,10 @@ def test_metered_from_a_file_it_is_the_same(idle: bool, tmp_path: Path) -> None:
 def test_k_sync_costs_k_means_a_step_however_many_take_part(n: int, k: int) -> None:
     """Total time on test: n exponential times, each cut at the k-th smallest, add up to k means."""
     mean, steps = 0.7, 2000
-    engine = pl.Simulator(n, pl.Exponential(mean), unit=6)
-    trainer = pl.Trainer(pl.Timing(6 * k), pl.k_sync(k), engine, seed=n, progress=False)
+    engine = pl.Simulator(n, pl.delays.Exponential(mean), unit=6)
+    trainer = pl.Trainer(
+        pl.learners.TimingOnly(6 * k), pl.k_sync(k), engine, seed=n, progress=False
+    )
     run = trainer.fit(steps=steps)
     assert run.metrics["busy_seconds"][-1] / steps == pytest.approx(
         k * mean, rel=4 / (k * steps) ** 0.5

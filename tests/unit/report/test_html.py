@@ -18,12 +18,12 @@ from paceline.cli.app import app
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished, Interrupted
 from paceline.core.state import describe
-from paceline.report.collect import Record
-from paceline.report.page import brief, page, record_of
-from paceline.report.tables import forecast_rows
+from paceline.report.html.collect import Record
+from paceline.report.html.page import brief, page, record_of
+from paceline.report.html.tables import forecast_rows
 from paceline.report.words import in_time
 
-DELAYS = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
+DELAYS = [pl.delays.ShiftedExponential(0.1, 0.02)] * 3 + [pl.delays.Fixed(1.0)]
 SECTIONS = ["what", "loss", "timeline", "slow", "steps", "parts", "forecast", "again"]
 VOID = {"meta", "input", "br"}
 
@@ -88,12 +88,14 @@ def check(text: str) -> Reader:
     return found
 
 
-def learner() -> pl.Quadratic:
-    return pl.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
+def learner() -> pl.learners.Quadratic:
+    return pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
 
 
 def ran(policy: pl.Policy, steps: int = 60, **given: object) -> pl.Run:
-    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    engine = pl.Simulator(
+        4, DELAYS, schedule=[(3.0, pl.protocol.Left("w1")), (6.0, pl.protocol.Joined("w1"))]
+    )
     trainer = pl.Trainer(learner(), policy, engine, progress=False, **given)  # type: ignore[arg-type]
     return trainer.fit(steps=steps)
 
@@ -114,14 +116,15 @@ def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path
     found = check(path.read_text(encoding="utf-8"))
     words, meter = found.words, run.meter
     for line in run.summary().splitlines():
-        assert " ".join(line.split()) in words
+        if not line.startswith("  journal"):  # the page names it where it says how to replay it
+            assert " ".join(line.split()) in words
     assert f"Of {meter.started} tasks {meter.used} were used and {meter.wasted} wasted" in words
     assert f"waited for {meter.waiting:.0%} of their time" in words
     for name, tally in meter.workers.items():
         assert f"{name} " in words and f" {tally.used} " in words
     assert f"paceline replay {tmp_path / 'run.jsonl'}" in words
     assert "by dollars" in words and "by bytes" in words
-    asynchronous = float(run.metrics["delay"].mean()) > 0.1
+    asynchronous = float(run.metrics["staleness"].mean()) > 0.1
     refilling = record_of(run.journals).is_refilling
     assert ("What waiting costs is not told" in words) == (asynchronous or refilling)
     assert ("Waited for it In the steps" in words) == (not asynchronous and not refilling)
@@ -144,7 +147,7 @@ def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., R
     run = ran(pl.k_sync(3), journal=path)
     before = path.read_bytes()
     found = paceline("report", path, "-o", path)
-    assert found.exit_code == 1 and "is the journal itself" in found.stderr
+    assert found.exit_code == 1 and "is a journal, and would be lost" in found.stderr
     with pytest.raises(ValueError, match=r"such as run\.html"):
         run.report(path)
     assert path.read_bytes() == before
@@ -169,8 +172,8 @@ def test_names_are_texts_and_never_tags() -> None:
     about = {"policy": evil, "engine": f"{evil}(…)", "seed": evil, evil: evil, "codec": evil}
     about["versions"] = {evil: evil}  # type: ignore[assignment]
     journal = Journal(Header(policy=evil, about=about))
-    coordinator = pl.Coordinator(pl.sync(), journal=journal)
-    coordinator.handle(0.0, pl.Joined(evil))
+    coordinator = pl.protocol.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.protocol.Joined(evil))
     coordinator.handle(1.0, Finished(0, 1, stats={"loss": 1.0}))
     coordinator.handle(2.0, Interrupted(evil))
     text = page(record_of({"main": journal}), [evil], [evil])
@@ -181,8 +184,8 @@ def test_names_are_texts_and_never_tags() -> None:
 
 def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     journal = Journal(Header(policy="x", batch=1))
-    coordinator = pl.Coordinator(pl.sync(), journal=journal)
-    coordinator.handle(0.0, pl.Joined("w0"))
+    coordinator = pl.protocol.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.protocol.Joined("w0"))
     for task, loss in enumerate([3.0, float("nan"), float("inf"), 2.0]):
         coordinator.handle(task + 1.0, Finished(task, 1, stats={"loss": loss}))
     words = check(page(record_of({"main": journal}))).words
@@ -193,8 +196,8 @@ def test_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
 def lost(*losses: float) -> Record:
     """Return a run of one worker whose results told these losses."""
     journal = Journal(Header(policy="x", batch=1))
-    coordinator = pl.Coordinator(pl.sync(), journal=journal)
-    coordinator.handle(0.0, pl.Joined("w0"))
+    coordinator = pl.protocol.Coordinator(pl.sync(), journal=journal)
+    coordinator.handle(0.0, pl.protocol.Joined("w0"))
     for task, loss in enumerate(losses):
         coordinator.handle(task + 1.0, Finished(task, 1, stats={"loss": loss}))
     return record_of({"main": journal})
@@ -216,17 +219,19 @@ def test_a_loss_that_was_never_a_number_was_told() -> None:
 
 
 def test_a_run_without_losses() -> None:
-    engine = pl.Simulator(2, pl.Fixed(1.0))
-    run = pl.Trainer(pl.Timing(batch_size=4), pl.sync(), engine, progress=False).fit(steps=3)
+    engine = pl.Simulator(2, pl.delays.Fixed(1.0))
+    run = pl.Trainer(pl.learners.TimingOnly(batch_size=4), pl.sync(), engine, progress=False).fit(
+        steps=3
+    )
     assert "No result told its loss." in check(page(record_of(run.journals))).words
 
 
 def test_a_journal_without_entries_and_one_without_steps() -> None:
     words = check(page(record_of({"main": Journal()}))).words
     assert "No step was taken by 0 workers" in words and "Nobody joined." in words
-    coordinator = pl.Coordinator(pl.sync(), journal=Journal())
-    coordinator.handle(0.0, pl.Joined("w0"))
-    coordinator.handle(2.0, pl.Left("w0"))
+    coordinator = pl.protocol.Coordinator(pl.sync(), journal=Journal())
+    coordinator.handle(0.0, pl.protocol.Joined("w0"))
+    coordinator.handle(2.0, pl.protocol.Left("w0"))
     words = check(page(record_of({"main": coordinator.journal}))).words
     assert "No step was taken by 1 worker in 2 s" in words
     assert "The journal has no end" in words
@@ -264,10 +269,12 @@ def test_a_resumed_run_tells_what_came_after(tmp_path: Path) -> None:
 
 def gossip(folder: Path, name: str = "g", seed: int = 0) -> pl.Run:
     rows = np.random.default_rng(0).standard_normal((400, 3))
-    least = pl.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
-    engine = pl.Simulator(4, DELAYS, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
+    least = pl.learners.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
+    engine = pl.Simulator(
+        4, DELAYS, schedule=[(3.0, pl.protocol.Left("w1")), (6.0, pl.protocol.Joined("w1"))]
+    )
     path = folder / f"{name}.jsonl"
-    policy = pl.Gossip(pl.ring(4))
+    policy = pl.gossip.Gossip(pl.gossip.ring(4))
     return pl.Trainer(least, policy, engine, seed=seed, progress=False, journal=path).fit(steps=30)
 
 
@@ -303,7 +310,7 @@ def test_journals_that_do_not_belong_together(
     a, b = tmp_path / "g-w0.jsonl", tmp_path / "h-w1.jsonl"
     for paths, told in [
         ((a, b), "are not of one run: seed is 0 and 1"),
-        ((a, tmp_path / "main.jsonl"), "is of a run with a main node"),
+        ((a, tmp_path / "main.jsonl"), "is of a run with a central coordinator"),
         ((a, tmp_path / "h-w0.jsonl"), "are both of node w0"),
         ((a, a), "given twice"),
     ]:
@@ -314,8 +321,8 @@ def test_journals_that_do_not_belong_together(
 
 def test_data_that_are_hardly_learned_from_are_warned_of(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((400, 3))
-    least = pl.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
-    placed = pl.Placed(pl.partition.even(400, 4, seed=0), move=False, bound=None)
+    least = pl.learners.LeastSquares(rows, rows.sum(axis=1), 0.05, batch_size=16)
+    placed = pl.policies.Placed(pl.partition.even(400, 4, seed=0), move=False, bound=None)
     engine = pl.Simulator(4, DELAYS)
     run = pl.Trainer(least, pl.k_sync(3), engine, placement=placed, progress=False).fit(steps=40)
     words = check(page(record_of(run.journals))).words
@@ -327,8 +334,10 @@ def test_data_that_are_hardly_learned_from_are_warned_of(tmp_path: Path) -> None
 
 
 def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
-    quadratic = pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
-    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    quadratic = pl.learners.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.2, batch_size=12)
+    engine = pl.Simulator(
+        3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.1), pl.delays.Fixed(1.0)], unit=1
+    )
     found = pl.profile(quadratic, engine, seconds=60, prices=pl.Prices(per_hour=1.0))
     plan = pl.plan(found, target=0.5, learning_rate=0.2)
     trainer = pl.Trainer(quadratic, plan, engine, progress=False, prices=pl.Prices(per_hour=1.0))
@@ -343,11 +352,13 @@ def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
 
 
 def test_a_forecast_beside_the_fact_of_a_resumed_run(tmp_path: Path) -> None:
-    engine = pl.Simulator(3, [pl.Fixed(0.1), pl.Fixed(0.1), pl.Fixed(1.0)], unit=1)
+    engine = pl.Simulator(
+        3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.1), pl.delays.Fixed(1.0)], unit=1
+    )
     prices = pl.Prices(per_hour=1.0, per_gigabyte=1.0)
 
-    def quadratic() -> pl.Quadratic:
-        return pl.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.02, batch_size=12)
+    def quadratic() -> pl.learners.Quadratic:
+        return pl.learners.Quadratic((1.0, 0.3) * 4, noise=0.3, lr=0.02, batch_size=12)
 
     profile = pl.profile(quadratic(), engine, seconds=60, prices=prices)
     plan = pl.plan(profile, target=0.5, learning_rate=0.02)
@@ -391,9 +402,11 @@ def test_what_was_planned_anew_is_told() -> None:
 
 
 def test_a_long_run_of_many_workers_is_a_small_page() -> None:
-    delays = [pl.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(80)]
-    engine = pl.Simulator(80, delays, schedule=[(5.0, pl.Left("w3")), (9.0, pl.Joined("w3"))])
-    many = pl.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=160)
+    delays = [pl.delays.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(80)]
+    engine = pl.Simulator(
+        80, delays, schedule=[(5.0, pl.protocol.Left("w3")), (9.0, pl.protocol.Joined("w3"))]
+    )
+    many = pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=160)
     run = pl.Trainer(many, pl.k_sync(60), engine, progress=False).fit(steps=150)
     record = record_of(run.journals)
     assert record.timeline.exact is None

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    delays = [pl.ShiftedExponential(0.1, 0.02)] * 3 + [pl.Fixed(1.0)]
-    engine = pl.Simulator(4, delays, schedule=[(3.0, pl.Left("w1")), (6.0, pl.Joined("w1"))])
-    learner = pl.Quadratic((1.0, 0.1), noise=1.0, batch_size=16)
+    delays = [pl.delays.ShiftedExponential(0.1, 0.02)] * 3 + [pl.delays.Fixed(1.0)]
+    engine = pl.Simulator(
+        4, delays, schedule=[(3.0, pl.protocol.Left("w1")), (6.0, pl.protocol.Joined("w1"))]
+    )
+    learner = pl.learners.Quadratic((1.0, 0.1), noise=1.0, batch_size=16)
     prices = pl.Prices(per_hour=1.0)
     trainer = pl.Trainer(learner, pl.k_sync(3), engine, prices=prices, progress=False)
     return trainer.fit(steps=60).report(tmp_path_factory.mktemp("page") / "run.html")

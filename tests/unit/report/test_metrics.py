@@ -23,15 +23,16 @@ from paceline.core.protocol import (
     Task,
     Work,
 )
+from paceline.policies.wrappers import MinWorkers
 from paceline.report.metrics import Meter
 from paceline.report.samples import Stretch, sample_fates
 from paceline.report.text import summary, throughput
 
 
-def task(id: int, worker: str, draw: int, samples: int = 4, **more: int) -> Task:
+def task(id: int, worker: str, offset: int, samples: int = 4, **more: int) -> Task:
     steps = more.pop("steps", 1)
     work = Work(samples=samples, steps=steps)
-    return Task(id, worker, work, more.pop("version", 0), 0.0, samples, draw, **more)
+    return Task(id, worker, work, more.pop("version", 0), 0.0, samples, offset, **more)
 
 
 ENTRIES = [
@@ -106,7 +107,7 @@ def test_one_value_per_step() -> None:
     assert arrays["seconds"].tolist() == [3.0, 6.0]
     assert arrays["samples"].tolist() == [6.0, 4.0]
     assert arrays["results"].tolist() == [2.0, 1.0]
-    assert arrays["delay"].tolist() == [0.0, 0.0]
+    assert arrays["staleness"].tolist() == [0.0, 0.0]
     assert arrays["loss"][0] == 0.75 * 1 + 0.25 * 4
     assert isnan(arrays["loss"][1])  # w1 told none
 
@@ -121,7 +122,7 @@ def test_delays_are_averaged_over_the_results_of_a_step() -> None:
             Entry(4.0, Finished(3, 4), (Step({2: 0.5, 3: 0.5}),)),
         ]
     )
-    assert meter.columns["delay"] == [0.0, 1.0, 1.0]  # (2 + 0) / 2
+    assert meter.columns["staleness"] == [0.0, 1.0, 1.0]  # (2 + 0) / 2
 
 
 def test_kept_results_can_be_used_again() -> None:
@@ -145,7 +146,7 @@ def test_nobody_there_nobody_waits() -> None:
 
 def resumed() -> Header:
     """The header of a run resumed with a result held, a task running and a task lost."""
-    coordinator = Coordinator(pl.MinWorkers(3, pl.sync()), 12)
+    coordinator = Coordinator(pl.policies.MinWorkers(3, pl.sync()), 12)
     for worker in ("w0", "w1", "w2"):
         coordinator.handle(0.0, Joined(worker))
     for id in (0, 1, 2):
@@ -166,7 +167,7 @@ def test_a_resumed_run_is_metered_from_where_it_was() -> None:
     )
     assert meter.columns["step"] == [2]
     assert meter.columns["loss"] == [0.25 * 2 + 0.25 * 4 + 0.5 * 6]
-    assert meter.columns["delay"] == [0.0]
+    assert meter.columns["staleness"] == [0.0]
     assert (meter.version, meter.samples_used, meter.used) == (2, 24, 3)
     # from 4 on: w0 busy until 7, w1 until 5, both present until 7
     assert (meter.busy_seconds, meter.worker_seconds) == (3 + 1, 6)
@@ -229,7 +230,7 @@ def test_a_summary_says_it_all() -> None:
         "  samples   10 used, 5 a step (batch_size 8), 1.667 a second",
         "  tasks     7 started, 3 used, 3 wasted (1 cancelled, 1 discarded, 1 lost of which "
         "1 done again)",
-        "  waiting   18% of the workers' time; mean delay 0 versions",
+        "  waiting   18% of the workers' time; mean staleness 0 versions",
         "  cost      14 busy worker-seconds of 17",
     ]
 
@@ -242,8 +243,8 @@ def test_a_summary_of_nothing() -> None:
 
 
 def test_a_summary_of_a_resumed_run_is_of_what_it_did_itself() -> None:
-    engine = pl.Simulator(2, pl.Fixed(1.0))
-    trainer = pl.Trainer(pl.Quadratic(batch_size=4), pl.sync(), engine, progress=False)
+    engine = pl.Simulator(2, pl.delays.Fixed(1.0))
+    trainer = pl.Trainer(pl.learners.Quadratic(batch_size=4), pl.sync(), engine, progress=False)
     trainer.fit(steps=10)
     run = trainer.fit(steps=15)
     first, samples, tasks, _, messages, cost = run.summary().splitlines()
@@ -257,9 +258,28 @@ def test_a_summary_of_a_resumed_run_is_of_what_it_did_itself() -> None:
     assert (run.steps, run.seconds) == (15, 15.0)  # these count from the very start
 
 
-def test_the_mean_delay_is_over_the_steps() -> None:
+def test_the_mean_staleness_is_over_the_steps() -> None:
     entries = [
         Entry(0.0, Joined("w0"), tuple(Start(task(i, "w0", 4 * i)) for i in range(3))),
         *(Entry(1.0 + i, Finished(i, 4), (Step({i: 1.0}),)) for i in range(3)),
     ]
-    assert summary(observed(entries), "", 4).splitlines()[3].endswith("mean delay 1 versions")
+    assert summary(observed(entries), "", 4).splitlines()[3].endswith("mean staleness 1 versions")
+
+
+def test_a_result_that_waits_for_the_driver_is_not_computed_on() -> None:
+    """Steps of 1 s of work, each followed by 9 s in which the driver evaluates."""
+    journal = Journal(Header(batch=4))
+    coordinator = Coordinator(MinWorkers(2, pl.sync()), 4, journal=journal)
+    for worker in ("w0", "w1"):
+        coordinator.handle(0.0, Joined(worker))
+    for step in range(1, 6):
+        for task in list(coordinator.ledger.running):
+            coordinator.handle(10.0 * step, Finished(task, 2, 1.0, {"loss": 1.0}, waited=9.0))
+    meter = Meter.begin(journal.header)
+    for entry in journal:
+        meter.observe(entry)
+    assert (meter.busy_seconds, meter.driver_seconds, meter.worker_seconds) == (10.0, 90.0, 100.0)
+    assert meter.waiting == pytest.approx(0.9)
+    assert [t.busy_seconds(meter.now) for t in meter.workers.values()] == [5.0, 5.0]
+    told = summary(meter, "", 4)
+    assert "waiting   90% of the workers' time, 90% for the driver and its callbacks" in told

@@ -14,6 +14,7 @@ import pytest
 import paceline as pl
 from paceline.core.journal import Entry, Header, Journal
 from paceline.core.protocol import Cancel, Finished, Joined, Left, Start, Step, Stop, Task, Work
+from paceline.gossip.metrics import meter_of
 from paceline.report.metrics import Meter
 from paceline.report.perfetto import events, write
 
@@ -108,15 +109,15 @@ def test_a_run_by_hand() -> None:
         1: ("used", place["w2"], 5e5, 1.5e6),
         2: ("cancelled", place["w10"], 1e6, 1e6),
     }
-    assert drawn[0]["args"] == {"task": 0, "version": 0, "samples": 4, "step": 1, "delay": 0}
+    assert drawn[0]["args"] == {"task": 0, "version": 0, "samples": 4, "step": 1, "staleness": 0}
     assert drawn[2]["args"] == {"task": 2, "version": 0, "samples": 4}
     (step,) = (e for e in found if e["ph"] == "X" and e["cat"] == "step")
     assert (step["ts"], step["dur"]) == (0.0, 2e6)
-    assert step["args"] == {"results": 2, "delay": 0.0, "samples": 8, "loss": 0.5}
+    assert step["args"] == {"results": 2, "staleness": 0.0, "samples": 8, "loss": 0.5}
     counters = {e["name"]: e["args"][e["name"]] for e in found if e["ph"] == "C"}
     busy, there = 2.0 + 1.5, 2.0 + 1.5
     assert counters == {
-        **{"results": 2, "delay": 0.0, "workers": 2, "loss": 0.5},
+        **{"results": 2, "staleness": 0.0, "workers": 2, "loss": 0.5},
         "waiting": 1 - busy / there,
     }
     instants = [(e["name"], e["tid"], e["ts"]) for e in found if e["ph"] == "i"]
@@ -148,26 +149,26 @@ def test_tasks_at_a_time_are_side_by_side() -> None:
 
 
 def test_a_loss_that_is_no_number_is_left_out(tmp_path: Path) -> None:
-    trainer = pl.Trainer(pl.Timing(4), pl.sync(), pl.Simulator(2), progress=False)
+    trainer = pl.Trainer(pl.learners.TimingOnly(4), pl.sync(), pl.Simulator(2), progress=False)
     run = trainer.fit(steps=3)
     write(run.journal, tmp_path / "trace.json")
     found = load(tmp_path / "trace.json")
     assert {e["name"] for e in found if e["ph"] == "C"} == {
-        *("results", "waiting", "delay", "workers")
+        *("results", "waiting", "staleness", "workers")
     }
 
 
-def test_nodes_without_a_main_one_are_processes(tmp_path: Path) -> None:
+def test_nodes_of_a_decentralized_run_are_processes(tmp_path: Path) -> None:
     trainer = pl.Trainer(
-        pl.Quadratic((1.0, 0.3), batch_size=6),
-        pl.Gossip(pl.ring(3)),
+        pl.learners.Quadratic((1.0, 0.3), batch_size=6),
+        pl.gossip.Gossip(pl.gossip.ring(3)),
         pl.Simulator(3),
         progress=False,
         journal=tmp_path / "run.jsonl",
     )
     run = trainer.fit(steps=4)
-    write(list(run.journals.values()), tmp_path / "memory.json")
-    write(sorted(tmp_path.glob("run-w*.jsonl")), tmp_path / "files.json.gz")
+    write(list(run.journals.values()), tmp_path / "memory.json", meter_of)
+    write(sorted(tmp_path.glob("run-w*.jsonl")), tmp_path / "files.json.gz", meter_of)
     found = load(tmp_path / "memory.json")
     assert found == load(tmp_path / "files.json.gz")
     names = [e["args"]["name"] for e in found if e["name"] == "process_name"]
@@ -178,9 +179,9 @@ def test_nodes_without_a_main_one_are_processes(tmp_path: Path) -> None:
 def test_a_resumed_run_begins_where_it_was(tmp_path: Path) -> None:
     def trainer() -> pl.Trainer:
         return pl.Trainer(
-            pl.Quadratic((1.0, 0.3), batch_size=6),
+            pl.learners.Quadratic((1.0, 0.3), batch_size=6),
             pl.k_async(2),
-            pl.Simulator(3, pl.Exponential(0.1), unit=1),
+            pl.Simulator(3, pl.delays.Exponential(0.1), unit=1),
             progress=False,
             checkpoints=pl.Checkpoints(tmp_path / "saved", every=5),
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.callbacks import Live, Progress
 from paceline.core.journal import Header
+from paceline.report.callbacks import Live, Progress
 from paceline.report.metrics import Meter
 from paceline.testing.slow import SlowWorkers, Throttle
 

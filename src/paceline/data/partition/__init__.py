@@ -1,4 +1,4 @@
-"""Cuts data into parts: at random, by class, by content, and with a certificate of how alike."""
+"""Cuts data into parts at random, by class or by content, and certifies how alike they are."""
 
 from paceline.data.partition.balance import Balancer, balanced
 from paceline.data.partition.base import Partition

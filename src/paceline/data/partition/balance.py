@@ -1,10 +1,10 @@
 """Cuts data by content: every part gets the same mixture, not only the same number, of samples.
 
-Samples come in groups of one class. Which parts a group goes to is fixed beforehand, in proportion
-to the shares; which sample goes to which of them is chosen so that the parts' sums of random
-Fourier features stay close to their shares of the whole. This is vector balancing, as in GraB (Lu
-et al., 2022, arXiv:2205.10733) and CD-GraB (Cooper et al., 2023, arXiv:2302.00845), for more than
-two parts and for unequal shares.
+Samples are processed in groups of one class. The shares determine in advance how many samples of a
+group each part gets. The samples themselves are chosen so that the parts' sums of random Fourier
+features stay close to their shares of the whole. This is vector balancing, as in GraB (Lu et al.,
+2022, arXiv:2205.10733) and CD-GraB (Cooper et al., 2023, arXiv:2302.00845), for more than two
+parts and for unequal shares.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from paceline.data.seeding import generator
 
 Number = TypeVar("Number", bound=np.generic)
 
-_GROUP = 8  # least samples to choose among at a time; with more parts, one for each
-# Groups of one class that are matched at a time, if it has the chunk for itself: with 4 the whole
+_GROUP = 8  # minimum of samples to choose among at a time; with more parts, one for each
+# Groups of one class that are matched at a time, if a chunk has only this class: with 4 the total
 # takes 0.6 of the time and the parts' distance is 1 % larger (Fashion-MNIST, no labels).
 _LANES = 4
-# How much the sum over all classes counts beside that of the class: with 0 the distance is 5 %
+# The weight of the sum over all classes besides that of the class: with 0 the distance is 5 %
 # larger for 10 classes and twice as large for 1,000 (Fashion-MNIST, its classes cut at random).
 _COUPLING = np.float32(0.3)
 _ROUNDING = 1e-9
-_SHUT = np.array([np.inf, 0], np.float32)  # what a part costs more that has no slot, or one, left
+_SHUT = np.array([np.inf, 0], np.float32)  # extra cost of a part with no slot, or some slots, left
 
 
 def balanced(
@@ -51,10 +51,11 @@ def balanced(
     seed: int = 0,
     chunk: int = CHUNK,
 ) -> Partition:
-    """Cut data by content, given vectors that tell it, such as an embedding or `pca(inputs)`.
+    """Cut data by content, given as feature vectors, such as an embedding or `pca(inputs)`.
 
-    With labels every part gets its share of each class. `swaps` are sweeps of `refined`. Memory
-    is for a chunk of features, a sum per class and part, and a few numbers per sample.
+    With labels every part gets its share of each class. `swaps` is the number of sweeps of
+    `refined`. Memory holds a chunk of features, a sum per class and part, and a few numbers per
+    sample.
 
     >>> halves = balanced(np.arange(8.0).reshape(8, 1) // 2, 2)
     >>> halves.sizes.tolist()
@@ -77,11 +78,11 @@ def balanced(
 
 
 class Balancer:
-    """Deals out a stream of samples chunk by chunk, for data that nobody holds as a whole.
+    """Divides a stream of samples chunk by chunk, for data that do not fit in one place.
 
     At every moment each part has its share of each class, to within two samples. Chunks should
-    hold some hundred samples or more: a class that has one sample in a chunk leaves no choice.
-    With `quotas`, row c of them is what the parts get of class c, in the end, exactly.
+    hold some hundred samples or more: a class with one sample in a chunk leaves no choice.
+    `quotas`: row c is the exact number of samples of class c that each part has at the end.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class Balancer:
     ) -> None:
         self.shares, self.fourier, self._seed = normalized(shares), fourier, seed
         parts = len(self.shares)
-        # D_j counts as much as the mean it makes, D_j / n_j, does in the sum of squares.
+        # The weight of D_j is that of the mean D_j / n_j in the sum of squares.
         least = self.shares.max()
         weights = np.divide(least, self.shares, out=np.zeros(parts), where=self.shares > 0) ** 2
         self._weights = weights.astype(np.float32)
         self._group = max(_GROUP, parts)
         self._chunks = 0
         self._rows: dict[object, int] = {}
-        self._owed = np.zeros(parts)  # to each part, in all classes together
+        self._owed = np.zeros(parts)  # samples due to each part, over all classes
         self._portions = np.empty((0, parts))  # row c: each part's share of class c
         self._seen = np.empty(0, np.int64)
         self._given = np.empty((0, parts), np.int64)
@@ -135,7 +136,7 @@ class Balancer:
         return parts
 
     def _grow(self, names: Iterable[object]) -> None:
-        """Make room for classes that have not been seen before."""
+        """Add rows for new classes."""
         new = [name for name in names if name not in self._rows]
         for name in new:
             self._rows[name] = len(self._rows)
@@ -153,8 +154,8 @@ class Balancer:
     def _due(self, row: int, count: int) -> Indices:
         """Return how many of the next samples of a class each part gets.
 
-        Each part is owed a number with a fraction; it gets that number rounded, up where the
-        fraction and what other classes owe the part are largest.
+        A part's exact share has a fraction. The parts for which the fraction plus the samples due
+        from other classes is largest round up.
         """
         exact = self._seen[row] * self._portions[row] - self._given[row]
         whole: Indices = np.floor(np.maximum(exact + _ROUNDING, 0)).astype(np.int64)
@@ -163,18 +164,19 @@ class Balancer:
         if missing > 0:
             urgency = np.where(fraction > _ROUNDING, fraction + self._owed, -np.inf)
             whole[np.argsort(-urgency, kind="stable")[:missing]] += 1
-        for _ in range(-missing):  # some have been given ahead and cannot give back
+        for _ in range(-missing):  # some parts already have more than their share
             whole[np.where(whole > 0, fraction, np.inf).argmin()] -= 1
         self._owed += count * self._portions[row] - whole
         self._given[row] += whole
         return whole
 
     def _match(self, rows: Indices, x: Vectors, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choose the slot of each sample, x[r, i], of groups that are of classes `rows`.
+        """Choose the part of each sample, x[r, i], for groups of the classes `rows`.
 
         Sample i in part j costs w_j <x_i, D_j>, with D_j the excess of the part's sum over its
-        share of the class. The samples choose one by one, those first that lose most by a second
-        choice; with the best matching instead the parts' distance is 3 to 5 % smaller.
+        share of the class. The samples choose one by one, in the order of the cost of their second
+        choice over the first, largest first. An optimal matching would make the parts' distance 3
+        to 5 % smaller.
         """
         parts, (count, size) = len(self.shares), slots.shape
         each = np.arange(count)

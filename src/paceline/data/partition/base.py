@@ -1,4 +1,4 @@
-"""Which part of the data each sample lies in, and how many of each class a part shall have."""
+"""The partition of the data into parts, and the number of samples of each class in a part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paceline.core.schema import converted
+
 Indices: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -22,6 +24,8 @@ class Partition:
     >>> halves.sizes.tolist(), halves.indices(1).tolist()
     ([2, 2], [1, 3])
     """
+
+    schema = converted("partition", 1, "digest")
 
     def __init__(self, of: ArrayLike, parts: int | None = None) -> None:
         given = np.asarray(of)
@@ -75,7 +79,7 @@ class Partition:
         return f"Partition({len(self)} samples, {self.parts} parts, {self.digest})"
 
     def __deepcopy__(self, memo: object) -> Partition:
-        return self  # nothing of it can change
+        return self  # it is immutable
 
     def state_dict(self) -> dict[str, str]:
         return {"digest": self.digest}
@@ -89,7 +93,7 @@ class Partition:
 
     @cached_property
     def digest(self) -> str:
-        """Tells partitions apart, in a few letters."""
+        """A short hash that identifies the partition."""
         return blake2b(self.of.tobytes(), digest_size=6).hexdigest()
 
     @cached_property
@@ -109,14 +113,14 @@ class Partition:
         return self._order[end - int(self.sizes[part]) : end]
 
     def merged(self, into: Sequence[int], parts: int | None = None) -> Partition:
-        """Put parts together: part j of this one becomes a piece of part `into[j]`."""
+        """Merge parts: part j of this partition becomes a piece of part `into[j]`."""
         if not isinstance(into, Sequence | np.ndarray) or len(into) != self.parts:
             raise ValueError(f"into={into!r}: name a place for each of the {self.parts} parts")
         return Partition(np.asarray(into, np.int64)[self.of], parts)
 
 
 def normalized(shares: Iterable[float] | int) -> Floats:
-    """Return shares that add up to 1; a number stands for so many equal ones."""
+    """Return shares that add up to 1; an integer n stands for n equal shares."""
     if isinstance(shares, int | np.integer):
         if shares < 1 or isinstance(shares, bool):
             raise ValueError(f"{shares} parts: use at least 1")
@@ -132,7 +136,7 @@ def normalized(shares: Iterable[float] | int) -> Floats:
 
 
 def whole_shares(total: int, shares: ArrayLike) -> Indices:
-    """Cut a number into whole ones in proportion to shares, by the largest remainders.
+    """Divide a number into integers in proportion to shares, by the largest remainders.
 
     >>> whole_shares(10, [0.5, 0.25, 0.25]).tolist()
     [5, 3, 2]
@@ -141,10 +145,10 @@ def whole_shares(total: int, shares: ArrayLike) -> Indices:
 
 
 def quotas(counts: Sequence[int] | Indices, shares: Floats) -> NDArray[np.int64]:
-    """Return how many samples of each class (row) each part (column) gets.
+    """Return the number of samples of each class (row) in each part (column).
 
-    Every row adds up to its class. What rounding takes from a part in one class is carried into
-    the next, so that its total is off by less than one sample or so.
+    Every row adds up to its class. The rounding error of a part carries over to the next class, so
+    the total of a part is off by less than about one sample.
     """
     carry = np.zeros(len(shares))
     rows = []
@@ -157,14 +161,14 @@ def quotas(counts: Sequence[int] | Indices, shares: Floats) -> NDArray[np.int64]
 
 
 def rounded(exact: Floats, total: int) -> Indices:
-    """Round to whole numbers >= 0 that add up to the total, the largest fractions up."""
-    exact = exact + (total - exact.sum()) / len(exact)  # which carries may have moved
+    """Round to integers >= 0 that add up to the total; the largest fractions round up."""
+    exact = exact + (total - exact.sum()) / len(exact)  # carries may have changed the sum
     whole = np.floor(np.maximum(exact, 0.0)).astype(np.int64)
     missing = total - int(whole.sum())
     if missing > 0:
-        whole += missing // len(whole)  # none, but for rounding
+        whole += missing // len(whole)  # 0, except for rounding errors
         whole[np.argsort(whole - exact, kind="stable")[: missing % len(whole)]] += 1
-    while missing < 0:  # a carried debt was more than a class has
+    while missing < 0:  # a carry was larger than the class
         last = max(np.flatnonzero(whole), key=lambda j: (whole[j] - exact[j], j))
         whole[last] -= 1
         missing += 1

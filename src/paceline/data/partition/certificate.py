@@ -1,8 +1,8 @@
-"""Says how alike the parts of a partition are, and how alike a random split would have been.
+"""Measures how alike the parts of a partition are, compared with a random split.
 
 The distance of a part from the whole is the maximum mean discrepancy (MMD; Gretton et al., 2012),
-|mean of phi in the part - mean of phi|, in random Fourier features phi that are not those a
-partition was made with, so that nobody grades his own work.
+|mean of phi in the part - mean of phi|. The random Fourier features phi differ from those that
+made the partition, so that the check is independent.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from paceline.data.seeding import generator
 
 _FEATURES = 2048
 _CHUNK = 4096  # samples; their features are 32 MB
-_PROBED = 500  # samples that tell how the features' variance is spread over directions
+_PROBED = 500  # samples for the spread of the features' variance over directions
 _OTHER_SEED = 0x5EED  # the certificate's features are not those of `balanced` with the same seed
-# A random split sets off one false alarm in so many certificates, or fewer.
+# A random split causes at most one false alarm in this many certificates.
 _CONFIDENCE = 1000
-# A part that is larger than planned makes everybody wait by as much; more than rounding does.
+# All workers wait for a part that is larger than planned; rounding alone changes less than this.
 _SIZE_TOLERANCE = 0.01
 _ROUNDED = 2
 _EXACT = 1e-6  # distances below it are rounding
-_MOST_TOLD = 16  # lines of a table that people still read
+_MOST_TOLD = 16  # the longest table with all parts
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a partition is worth; a part without samples has the distance nan.
+    """The quality of a partition; a part without samples has the distance nan.
 
     `predicted` is the root mean square distance of a random split into parts of these sizes, by
-    class if labels are known; `predicted_plain` is that of one that does not look at classes.
+    class if labels are known; `predicted_plain` is that of a random split that ignores classes.
     """
 
     sizes: tuple[int, ...]
@@ -50,7 +50,7 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether the parts are at least about as alike as those of a random split."""
+        """Whether the parts are about as alike as those of a random split, or more."""
         return not self.warnings
 
     @property
@@ -86,7 +86,7 @@ class Certificate:
         return "\n".join(lines)
 
     def _told(self) -> list[int]:
-        """Return all parts, or of many those that are farthest off."""
+        """Return all parts, or if there are many, the parts with the largest distance."""
         parts = range(len(self.sizes))
         if len(parts) <= _MOST_TOLD:
             return list(parts)
@@ -102,10 +102,10 @@ def certify(
     *,
     seed: int = 0,
 ) -> Certificate:
-    """Measure a partition against its shares, if given, and against the closed form of chance.
+    """Compare a partition with its shares, if given, and with the expectation of a random split.
 
-    A random part of n_j of n samples has E|mean_j - mean|^2 = (1/n_j - 1/n) tr Cov(phi), and one
-    drawn by class the same with the mean covariance inside the classes.
+    A random part of n_j of n samples has E|mean_j - mean|^2 = (1/n_j - 1/n) tr Cov(phi). For a part
+    drawn by class, Cov is the mean covariance inside the classes.
 
     >>> print(str(certify(Partition([0, 1, 1, 0]), labels=[0, 0, 1, 1])).splitlines()[0])
     OK: as far as sizes and labels tell
@@ -145,8 +145,8 @@ def certify(
         rms = sqrt(np.nanmean(squares))
         predicted, plain = sqrt(np.nanmean(chance) * inside), sqrt(np.nanmean(chance) * total)
         most = np.sqrt(chance * total * _tail(features, fourier, seed, partition.parts))
-        # And what few far-out samples may add to a small part (Bernstein's last term; no two
-        # features are farther apart than 2).
+        # A few outliers may add this to a small part (Bernstein's last term; no two features are
+        # farther apart than 2).
         most += 2 * log(_CONFIDENCE * partition.parts) / (3 * np.maximum(sizes, 1))
         warnings += _alarm(np.sqrt(squares), most, "contents that are not those of the whole")
     return Certificate(
@@ -170,7 +170,7 @@ def _check(shape: tuple[int, ...], partition: Partition, name: str) -> None:
 
 
 def _size_warnings(sizes: Indices, targets: Floats, planned: bool) -> list[str]:
-    """Tell of parts that are empty or of another size than planned."""
+    """Return warnings about parts that are empty or not of the planned size."""
     off = np.abs(sizes - targets)
     wrong = np.flatnonzero(off > np.maximum(_ROUNDED, _SIZE_TOLERANCE * targets))
     found = []
@@ -186,7 +186,7 @@ def _size_warnings(sizes: Indices, targets: Floats, planned: bool) -> list[str]:
 
 
 def _alarm(off: Floats, most: Floats, what: str) -> list[str]:
-    """Tell of parts that are farther off than chance explains, if there are any."""
+    """Return a warning if parts are farther off than chance explains."""
     wrong = np.flatnonzero(off > most + _EXACT)
     if not wrong.size:
         return []
@@ -198,10 +198,10 @@ def _alarm(off: Floats, most: Floats, what: str) -> list[str]:
 
 
 def _class_distances(partition: Partition, classes: Indices) -> tuple[Floats, Floats]:
-    """Return each part's total variation from the whole in classes, and the most by chance.
+    """Return each part's total variation distance of classes, and its bound under chance.
 
-    Its mean is at most half the sum of the standard deviations of the classes' fractions, and one
-    sample more or less changes it by 1/n_j, which bounds what chance adds (McDiarmid, 1989).
+    Its mean is at most half the sum of the standard deviations of the classes' fractions. One
+    sample more or less changes it by 1/n_j, which bounds the effect of chance (McDiarmid, 1989).
     """
     sizes, kinds = np.maximum(partition.sizes, 1), int(classes.max()) + 1
     cells = np.bincount(classes * partition.parts + partition.of, minlength=kinds * partition.parts)
@@ -214,10 +214,10 @@ def _class_distances(partition: Partition, classes: Indices) -> tuple[Floats, Fl
 
 
 def _rare_classes(partition: Partition, classes: Indices, names: list[object]) -> list[str]:
-    """Tell of a class that is gathered in a part, or missing from it, against all chance.
+    """Return a warning if a part has improbably many or few samples of a class.
 
-    Of a class with m samples a part that has the fraction p of all has x m or more with a
-    probability of at most exp(-m KL(x, p)), and so for x m or fewer (Hoeffding, 1963).
+    A class has m samples, and a part has the fraction p of all samples. The part has x m or more
+    of the class with probability at most exp(-m KL(x, p)), and also x m or fewer (Hoeffding, 1963).
     """
     parts, counts = partition.parts, np.bincount(classes)
     cells = np.bincount(classes * parts + partition.of, minlength=len(counts) * parts)
@@ -227,7 +227,7 @@ def _rare_classes(partition: Partition, classes: Indices, names: list[object]) -
         gathered = np.where(x > 0, x * np.log(x / p), 0.0)
         missing = np.where(x < 1, (1 - x) * np.log((1 - x) / (1 - p)), 0.0)
     unlikely = counts[:, None] * (gathered + missing)
-    unlikely[:, partition.sizes == 0] = 0.0  # which is told elsewhere
+    unlikely[:, partition.sizes == 0] = 0.0  # `_size_warnings` reports empty parts
     kind, part = np.unravel_index(int(np.nanargmax(unlikely)), x.shape)
     if unlikely[kind, part] <= log(2 * _CONFIDENCE * x.size):
         return []
@@ -243,8 +243,8 @@ def _squares(
 ) -> tuple[Floats, float, float]:
     """Return each part's squared distance, and the variance inside the classes and in all."""
     counts = np.bincount(classes)
-    # A class with fewer samples than there are parts cannot be dealt out by share: all of those
-    # count as one, the last.
+    # A class with fewer samples than parts cannot be divided by share: all such classes count as
+    # one, the last.
     common = counts >= partition.parts
     kinds = int(common.sum()) + 1
     classes = np.where(common, np.cumsum(common) - 1, kinds - 1)[classes]
@@ -272,11 +272,11 @@ def _squares(
 
 
 def _tail(features: Rows, fourier: Fourier, seed: int, parts: int) -> float:
-    """Return how many times its mean a random part's squared distance can be.
+    """Return a bound of a random part's squared distance, as a multiple of its mean.
 
-    It is about a sum of squares of normal variables with the covariance's eigenvalues l for
-    variances, which exceeds |l|_1 + 2 |l|_2 sqrt(x) + 2 max(l) x with a probability of at most
-    exp(-x) (Laurent and Massart, 2000, lemma 1).
+    The squared distance is about a sum of squares of normal variables, whose variances are the
+    covariance's eigenvalues l. It exceeds |l|_1 + 2 |l|_2 sqrt(x) + 2 max(l) x with a probability
+    of at most exp(-x) (Laurent and Massart, 2000, lemma 1).
     """
     chosen = generator(seed, _OTHER_SEED).permutation(len(features))[:_PROBED]
     some = np.concatenate([fourier(features[i : i + 1]) for i in np.sort(chosen).tolist()])

@@ -1,7 +1,7 @@
-"""Turns raw inputs into short vectors whose means tell distributions apart, chunk by chunk.
+"""Turns raw inputs into short vectors whose means distinguish distributions, chunk by chunk.
 
-First principal components, which shorten the inputs, then random Fourier features, whose means are
-equal only where the distributions are. An embedding of the user's own can replace the first.
+Principal components first shorten the inputs. Random Fourier features follow; their means are equal
+only if the distributions are equal. The user's own embedding can replace the first step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from paceline.data.seeding import generator
 Vectors: TypeAlias = NDArray[np.float32]
 Whole = TypeVar("Whole", bound=np.integer[Any])
 
-_CHUNK_NUMBERS = 1 << 23  # at most so many float32 are in memory at a time: 32 MB
-_EXACT_WIDTH = 2048  # up to here the covariance itself is small (32 MB) and quick to diagonalize
+_CHUNK_NUMBERS = 1 << 23  # most float32 values in memory at a time: 32 MB
+_EXACT_WIDTH = 2048  # up to this width the covariance is small (32 MB) and fast to diagonalize
 _EXTRA = 16  # more directions than asked for, as Halko et al. advise (they say 5 to 10)
 _ROUNDS = 4  # of the power iteration; images need 1 to 4 (Halko et al., 2011, section 4.5)
 _PAIRED = 2000  # samples whose distances give the bandwidth
-# Which stream of the seed is for what.
+# The streams of the seed, by purpose.
 _CHOICE, _START, _FREQUENCIES, _DISTANCES = range(4)
 
 
 class Rows(Protocol):
-    """Whatever has rows to slice: an array, a memory map, a dataset in a file."""
+    """Any object with rows to slice: an array, a memory map, a dataset in a file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,7 +37,7 @@ class Rows(Protocol):
 
 
 def as_rows(given: Any) -> Rows:
-    """Return what can be sliced as it is, and lists as an array."""
+    """Return an object with a shape unchanged, and convert others, such as lists, to an array."""
     rows: Rows = given if hasattr(given, "shape") else np.asarray(given)
     return rows
 
@@ -75,8 +75,8 @@ class Fourier:
     """Random Fourier features of a Gaussian kernel: cosines and sines, each vector of norm 1.
 
     phi(z) = sqrt(2/D) [cos(Wz), sin(Wz)], W ~ N(0, 1/bandwidth^2), so that phi(x) . phi(y) is
-    about exp(-|x - y|^2 / (2 bandwidth^2)) (Rahimi and Recht, 2007). The same numbers on every
-    machine, up to rounding.
+    about exp(-|x - y|^2 / (2 bandwidth^2)) (Rahimi and Recht, 2007). The numbers are the same on
+    every machine, up to rounding.
 
     >>> fourier = Fourier.fit(np.eye(3), size=8)
     >>> fourier(np.eye(3)).shape
@@ -96,7 +96,7 @@ class Fourier:
     def fit(
         cls, z: Rows, size: int = 256, seed: int = 0, bandwidth: float | None = None
     ) -> Fourier:
-        """Choose the bandwidth: the median distance, but for 0s, among 2,000 of the samples."""
+        """Return features; default bandwidth: the median nonzero distance of 2,000 samples."""
         z = as_rows(z)
         count, width = _measured(z)
         if bandwidth is None:
@@ -112,7 +112,7 @@ class Fourier:
                 f"samples of {chunk.shape[1]} numbers, but these features are of {self.width}; "
                 "fit them anew"
             )
-        with np.errstate(invalid="ignore", over="ignore"):  # which is told in the next line
+        with np.errstate(invalid="ignore", over="ignore"):  # the next line raises an error
             angles = chunk @ self._frequencies
         if not np.isfinite(angles).all():
             raise ValueError("features hold numbers that are not finite; replace or drop them")
@@ -143,7 +143,7 @@ def _measured(rows: Rows) -> tuple[int, int]:
 
 
 def _blocks(rows: Rows, chosen: NDArray[np.int64] | None = None) -> Iterator[Vectors]:
-    """Go through all samples, or the chosen (ascending), as matrices that are small enough."""
+    """Yield all samples, or the chosen ones (ascending), as matrices of limited size."""
     count, width = _measured(rows)
     step = max(1, _CHUNK_NUMBERS // width)
     for start in range(0, count, step):
@@ -185,7 +185,7 @@ def _directions(
     if not np.isfinite(values).all():
         raise ValueError("inputs hold numbers that are not finite; replace or drop them")
     vectors = vectors[:, ::-1][:, :dimensions]
-    # An eigenvector's sign is anybody's choice: the largest entry is positive, everywhere.
+    # The sign of an eigenvector is arbitrary: make its largest entry positive, on every machine.
     largest = np.abs(vectors).argmax(0)
     signs = np.where(vectors[largest, np.arange(dimensions)] < 0, -1, 1)
     directions: Vectors = (vectors * signs).astype(np.float32)
@@ -206,6 +206,6 @@ def _median_distance(some: Vectors) -> float:
     norms = (centered**2).sum(1)
     squares = norms[:, None] + norms - 2 * centered @ centered.T
     apart = squares[np.triu_indices(len(some), 1)]
-    # What is left of equal samples after rounding is no distance.
+    # Rounding may leave a small distance between equal samples: drop it.
     apart = apart[apart > 1e-12 * norms.max()]
     return float(np.sqrt(np.median(apart))) if apart.size else 1.0

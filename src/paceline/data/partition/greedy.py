@@ -1,8 +1,8 @@
-"""The greedy rules that cut a handful of samples into blocks of given sizes by coverage.
+"""Greedy rules that cut a chunk of samples into blocks of given sizes by coverage.
 
-With similarities that are multiples of a power of two, as `submodular` makes them, all sums are
-exact: neither the order of summation nor lazy evaluation changes a choice. Ties go to the lower
-index, of blocks as of samples; two samples that are each other's nearest are often tied.
+`submodular` makes similarities that are multiples of a power of two, so all sums are exact:
+neither the order of summation nor lazy evaluation changes a choice. Ties between blocks or samples
+go to the lower index; two samples that are each other's nearest are often tied.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def facility_location_blocks(similarity: Floats, sizes: Indices) -> Indices:
 
     The block with the least f takes the sample that raises it most, until it is full (min-block
     greedy: He and Dube, 2022, arXiv:2211.00839, Algorithm 1). A gain only falls as its block
-    grows, so stale gains are bounds: the first of them that stays first when brought up to date
-    is the best of all (Minoux, 1978).
+    grows, so old gains are upper bounds: a sample that stays first after its gain is updated is
+    the best of all (Minoux, 1978).
     """
     of = np.full(len(similarity), -1, np.int64)
     at_first = sorted((-gain, v) for v, gain in enumerate(similarity.sum(axis=0).tolist()))
@@ -49,8 +49,8 @@ def facility_location_blocks(similarity: Floats, sizes: Indices) -> Indices:
 def graph_cut_blocks(similarity: Floats, sizes: Indices) -> Indices:
     """Return the block of each sample for f(A) = sum over v not in A, a in A of s(v, a).
 
-    The turns are those of `facility_location_blocks`. The gain of v, which is the sum over u != v
-    of s(u, v), less 2 sum over a in A of s(a, v), is kept up to date.
+    The turns are those of `facility_location_blocks`. All gains are kept up to date: the gain of v
+    is the sum over u != v of s(u, v), less 2 sum over a in A of s(a, v).
     """
     of = np.full(len(similarity), -1, np.int64)
     gains = np.tile(similarity.sum(axis=0) - similarity.diagonal(), (len(sizes), 1))
@@ -72,8 +72,8 @@ def feature_based_blocks(
 ) -> Indices:
     """Return the block of each sample for f(A) = sum over u of sqrt(sum over a in A of x(a, u)).
 
-    Blocks take turns in proportion to their sizes; each takes, of so many random candidates, the
-    one that raises f most (stochastic greedy: Mirzasoleiman et al., 2015, arXiv:1409.7938).
+    Blocks take turns in proportion to their sizes. Each takes, from `candidates` random samples,
+    the one that raises f most (stochastic greedy: Mirzasoleiman et al., 2015, arXiv:1409.7938).
     """
     of = np.full(len(values), -1, np.int64)
     sums = np.zeros((len(sizes), values.shape[1]))
@@ -90,7 +90,7 @@ def feature_based_blocks(
 
 
 def proportional_turns(sizes: Indices) -> Indices:
-    """Return whose turn it is, for each block as often as its size and as evenly as can be.
+    """Return the order of turns: each block as often as its size, spread as evenly as possible.
 
     >>> proportional_turns(np.array([1, 4])).tolist()
     [1, 1, 0, 1, 1]
@@ -100,7 +100,7 @@ def proportional_turns(sizes: Indices) -> Indices:
 
 
 def _end_turn(turn: list[tuple[float, int]], left: list[int], value: float) -> None:
-    """Give the first block its new value of f, or take it out if it is full."""
+    """Set the first block's new value of f, or remove the block if it is full."""
     _, block = turn[0]
     left[block] -= 1
     if left[block]:

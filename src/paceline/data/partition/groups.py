@@ -1,4 +1,4 @@
-"""Goes through data chunk by chunk, and through a chunk in groups of samples of one class."""
+"""Iterates over data in chunks, and over a chunk in groups of samples of one class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.data.partition.base import Indices
 from paceline.data.partition.features import Rows
 
 CHUNK = 32_768  # samples; with 256 features 32 MB
-_STRETCHES = 16  # a chunk comes from so many places of the data, so that sorted data get mixed
-# Groups, of any class, that are matched at a time and so do not know of each other: with 64
-# instead the distance is 35 % larger where there are 1,000 classes, and the time the same.
+_STRETCHES = 16  # a chunk is taken from this many places of the data, so sorted data get mixed
+# Groups of any class that are matched at a time, independently of each other: with 64 instead the
+# distance is 35 % larger for 1,000 classes, and the time is the same.
 _ROWS = 16
 
 
@@ -32,7 +32,7 @@ def classes_of(labels: ArrayLike | None, count: int) -> tuple[Indices, Indices, 
 
 
 def chunks(features: Rows, chunk: int) -> Iterator[tuple[Indices, NDArray[Any]]]:
-    """Go through the data in chunks, each from stretches all over it."""
+    """Yield the data in chunks, each taken from many places of the data."""
     if chunk < 1:
         raise ValueError(f"chunk={chunk} samples: use at least 1, better some thousands")
     count = len(features)
@@ -57,7 +57,7 @@ def sorted_at_random(codes: Indices, random: np.random.Generator) -> Indices:
 
 
 def interleaved(amounts: NDArray[np.int64]) -> Indices:
-    """Return for each class (row) its parts, each as often as it says, evenly spread."""
+    """Return for each class (row) its parts, each part `amounts` times, evenly spread."""
     flat = amounts.reshape(-1)
     nth = np.arange(flat.sum()) - np.repeat(np.cumsum(flat) - flat, flat)
     position = (nth + 0.5) / np.repeat(flat, flat)
@@ -68,11 +68,11 @@ def interleaved(amounts: NDArray[np.int64]) -> Indices:
 
 
 def groups(counts: Indices, size: int, lanes: int) -> Iterator[tuple[Indices, Indices]]:
-    """Cut samples that are sorted by class into groups, and yield those that go together.
+    """Cut samples that are sorted by class into groups, and yield batches of groups.
 
-    A batch is the places of the members, a row for each group, and the groups' classes. It has
-    one group of a class, or up to `lanes` of one that makes up most of the samples; batches of
-    smaller groups, of what is left of each class, come at the end.
+    A batch is the places of the members, a row for each group, and the groups' classes. It has one
+    group of each class, or up to `lanes` groups of a class with most of the samples. The remaining
+    samples of each class form smaller groups, whose batches come at the end.
     """
     starts, full = np.cumsum(counts) - counts, counts // size
     which = np.repeat(np.arange(len(counts)), full)

@@ -1,4 +1,4 @@
-"""Swaps samples between parts for as long as that makes them more alike."""
+"""Swaps samples between parts while swaps make the parts more alike."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paceline.data.partition.features import Fourier, Rows, Vectors, add_by_key,
 from paceline.data.partition.groups import CHUNK, chunks, classes_of, groups, sorted_at_random
 from paceline.data.seeding import generator
 
-_SWAP_GROUP = 64  # samples among which the best swap is looked for
-_SWAP_ROUNDS = 16  # swaps in a group before the next one comes
-_SWAPS = -1  # the stream of the seed that is for them; those from 0 on are for chunks
-_WORTH = 1e-4  # of the cost of a swap: below it, single precision cannot tell gain from loss
+_SWAP_GROUP = 64  # samples that are searched for the best swap
+_SWAP_ROUNDS = 16  # most swaps in a group before the next group
+_SWAPS = -1  # the seed's stream for swaps; streams from 0 on are for chunks
+_WORTH = 1e-4  # of a swap's cost: single precision cannot resolve a smaller gain
 
 
 def refined(
@@ -26,12 +26,12 @@ def refined(
     seed: int = 0,
     chunk: int = CHUNK,
 ) -> Partition:
-    """Swap samples of a class between parts while that makes the parts more alike.
+    """Swap samples of a class between parts while swaps make the parts more alike.
 
-    Never raises the sum over classes and parts of |mean - mean of the class|^2; keeps the sizes
-    and the classes. A swap of x in a and y in b changes it by 2 <y - x, D_a/n_a^2 - D_b/n_b^2> +
-    |y - x|^2 (1/n_a^2 + 1/n_b^2), with D the excess of a part's sum. With hundreds of classes
-    leave it: what each of them gains, the parts as wholes may lose.
+    It never raises the sum over classes and parts of |mean - mean of the class|^2, and keeps the
+    sizes and the classes. A swap of x in a and y in b changes that sum by
+    2 <y - x, D_a/n_a^2 - D_b/n_b^2> + |y - x|^2 (1/n_a^2 + 1/n_b^2), with D the excess of a part's
+    sum. Do not use it with hundreds of classes: each class improves, but whole parts may get worse.
     """
     features = as_rows(features)
     codes, counts, _ = classes_of(labels, len(features))
@@ -68,7 +68,7 @@ def refined(
 
 
 def _swapped(x: Vectors, own: Indices, excess: Floats, weights: Floats) -> Indices:
-    """Make the best swap in each group, then the best after it, as long as it is worth it."""
+    """Make the best swap in each group, again and again while the gain exceeds rounding."""
     own = own.copy()
     count, size = own.shape
     group, member = np.arange(count), np.arange(size)
@@ -77,14 +77,14 @@ def _swapped(x: Vectors, own: Indices, excess: Floats, weights: Floats) -> Indic
     norms = inner[:, member, member]
     apart = norms[:, :, None] + norms[:, None] - 2 * inner
     for _ in range(_SWAP_ROUNDS):
-        across = pull[group[:, None, None], member[:, None], own[:, None]]  # of i, to k's part
+        across = pull[group[:, None, None], member[:, None], own[:, None]]  # of i toward k's part
         gain = across - across[:, member, member][:, :, None]
         weight = weights[group[:, None], own]
         cost = apart * (weight[:, :, None] + weight[:, None])
         change = 2 * (gain + gain.transpose(0, 2, 1)) + cost
         best = change.reshape(count, -1).argmin(1)
         i, k = np.divmod(best, size)
-        # Less than rounding is no gain.
+        # A gain below rounding does not count.
         worth = change[group, i, k] < -_WORTH * cost[group, i, k]
         if not worth.any():
             break

@@ -1,6 +1,6 @@
-"""Cuts data without looking at it, or at its labels only: what others are compared with.
+"""Baseline partitions, which use no information about the data, or only its labels.
 
-`even` and `stratified` are for work; `by_label` and `dirichlet` make parts that are unlike on
+`even` and `stratified` are for training; `by_label` and `dirichlet` make parts that differ on
 purpose, for experiments.
 """
 
@@ -17,7 +17,7 @@ from paceline.data.seeding import generator
 
 
 def even(samples: int, shares: int | Iterable[float], *, seed: int = 0) -> Partition:
-    """Deal the samples out at random, each part its share.
+    """Divide the samples at random; each part gets its share.
 
     >>> even(10, [1, 1, 2]).sizes.tolist()
     [3, 2, 5]
@@ -30,7 +30,7 @@ def even(samples: int, shares: int | Iterable[float], *, seed: int = 0) -> Parti
 
 
 def stratified(labels: ArrayLike, shares: int | Iterable[float], *, seed: int = 0) -> Partition:
-    """Deal the samples of each class out at random, each part its share of the class.
+    """Divide the samples of each class at random; each part gets its share of the class.
 
     >>> stratified([0, 0, 0, 0, 1, 1], 2).sizes.tolist()
     [3, 3]
@@ -50,8 +50,8 @@ def by_label(
 ) -> Partition:
     """Sort the samples by label and cut, so that each part has few classes.
 
-    With one shard the parts are stretches of the sorted samples. With more, each part gets that
-    many stretches, drawn at random (McMahan et al., 2017, arXiv:1602.05629: 2 for each part).
+    With one shard each part is a contiguous range of the sorted samples. With more, each part gets
+    that many ranges, drawn at random (McMahan et al., 2017, arXiv:1602.05629: 2 for each part).
 
     >>> by_label([1, 0, 1, 0], 2).of.tolist()
     [1, 0, 1, 0]
@@ -70,10 +70,10 @@ def by_label(
 
 
 def dirichlet(labels: ArrayLike, parts: int, alpha: float, *, seed: int = 0) -> Partition:
-    """Cut each class by shares drawn from a Dirichlet distribution; small alpha, unlike parts.
+    """Cut each class by shares drawn from a Dirichlet distribution; small alpha: unlike parts.
 
     As Hsu, Qi and Brown (2019, arXiv:1909.06335), but drawn for each class, as Yurochkin et al.
-    (2019, arXiv:1905.12022). Sizes are as they come, but no part is empty: the largest gives.
+    (2019, arXiv:1905.12022). Sizes are random, but an empty part gets a sample of the largest one.
 
     >>> dirichlet([0, 1] * 50, 4, 0.1).sizes.sum()
     np.int64(100)
@@ -92,7 +92,7 @@ def dirichlet(labels: ArrayLike, parts: int, alpha: float, *, seed: int = 0) -> 
     of = np.empty(len(classes), np.int64)
     for number, count in enumerate(counts):
         drawn = random.standard_gamma(alpha, parts)
-        # All of them round to 0 where alpha is tiny: then one part has the class, as in the limit.
+        # A tiny alpha rounds all of them to 0: then one part gets the class, as in the limit.
         if not drawn.sum() > 0:
             drawn[random.integers(parts)] = 1.0
         dealt = np.repeat(np.arange(parts), whole_shares(int(count), drawn / drawn.sum()))

@@ -1,14 +1,14 @@
 """Cuts data so that each part covers the whole well, by greedy submodular partition.
 
-Coverage is no distance: it rewards a part for reaching the rare samples, not for looking like the
-whole. Parts of equal size that cover equally well do look alike, more than random ones. With
-unequal shares the paper's rule is worse than a random cut by class: it keeps all parts at equal
-coverage, hence at nearly equal size, until the small ones are full, which have then had the first
-pick, and the large ones get what is left. So the default is to cut into equal tiles and to merge
-them into parts, the few samples that fill no tile at random; `faithful=True` is the paper's rule,
-for comparison.
+Coverage is not a distance: it rewards a part for reaching rare samples, not for resembling the
+whole. Parts of equal size and equal coverage are more alike than random ones. With unequal shares
+the paper's rule is worse than a random cut by class. It keeps all parts at equal coverage, hence at
+nearly equal size, until the small parts are full. These have then had the first choice, and the
+large parts get the rest. So the default cuts the data into tiles (small blocks of equal size) and
+merges them into parts; the few samples outside of tiles are assigned at random. `faithful=True` is
+the paper's rule, for comparison.
 
-Sizes are exact: a part gets of each class what `quotas` says.
+Sizes are exact: `quotas` sets the number of samples of each class in a part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Cut: TypeAlias = Callable[[Floats, Indices, np.random.Generator], Indices]
 _GRID = 2.0**30  # similarities are multiples of 1 / _GRID; sums are exact up to 2**23
 _SAMPLED_FOR_BANDWIDTH = 2000
 # The squared distance (MMD) of merged tiles, relative to random ones, was 0.2 + 4 / size, plus
-# the part of the samples that no tile holds (graph cut, Fashion-MNIST, sizes 15 to 125).
+# the fraction of samples outside of tiles (graph cut, Fashion-MNIST, sizes 15 to 125).
 _COST_OF_SMALL_TILES = 4.0
 
 
@@ -57,15 +57,15 @@ def facility_location(
 ) -> Partition:
     """Cut by f(A) = sum over v of max over a in A of s(v, a), as RCD-SGD does.
 
-    He and Dube, 2022, arXiv:2211.00839, Algorithm 1: within each class (all samples are one
-    without labels) the part with the least f takes the sample that raises f most, until it is
-    full; this is the min-block greedy of Wang et al., 2021, "Constrained Robust Submodular
-    Partitioning". s is a Gaussian kernel, its bandwidth the median distance.
+    He and Dube, 2022, arXiv:2211.00839, Algorithm 1: within each class (without labels, all
+    samples are one class) the part with the least f takes the sample that raises f most, until it
+    is full. This is the min-block greedy of Wang et al., 2021, "Constrained Robust Submodular
+    Partitioning". s is a Gaussian kernel, and its bandwidth is the median distance.
 
-    A class is first cut at random into chunks, each partitioned by itself, so that time and
+    A class is first cut at random into chunks, which are partitioned separately, so time and
     memory grow with samples * chunk and chunk ** 2; `chunk=None` takes classes whole. A chunk is
-    cut into some `tiles` of equal size, chosen to fit the shares if not given. More parts need
-    larger chunks: tiles of 10 samples or fewer gain little.
+    cut into `tiles` blocks of equal size; None chooses a number that fits the shares. More parts
+    need larger chunks: tiles of 10 samples or fewer gain little.
     """
     blocks = facility_location_blocks
     return _covering(features, shares, labels, blocks, tiles, faithful, chunk, bandwidth, seed)
@@ -84,7 +84,7 @@ def graph_cut(
 ) -> Partition:
     """Cut by f(A) = sum over v not in A, a in A of s(v, a), otherwise as `facility_location`.
 
-    Faster, and equal parts come out more alike; with `faithful=True` unequal ones less.
+    It is faster, and equal parts are more alike; with `faithful=True` unequal parts are less alike.
     """
     blocks = graph_cut_blocks
     return _covering(features, shares, labels, blocks, tiles, faithful, chunk, bandwidth, seed)
@@ -101,7 +101,7 @@ def feature_based(
     """Cut by f(A) = sum over u of sqrt(sum over a in A of x(a, u)), in proportional turns.
 
     x are the positive and the negative parts of the centered features. Turns in proportion to
-    the shares suit this f, so there are neither tiles nor chunks: time grows with samples *
+    the shares suit this f, so it needs neither tiles nor chunks: time grows with samples *
     candidates * features, memory with the largest class.
     """
     if candidates < 1:
@@ -128,7 +128,7 @@ def _covering(
     bandwidth: float | None,
     seed: int,
 ) -> Partition:
-    """Cut every chunk by its similarities, into tiles or as the paper does."""
+    """Cut every chunk by its similarities, into tiles or by the paper's rule."""
     given, wanted = _matrix(features), normalized(shares)
     if faithful and tiles is not None:
         raise ValueError(f"faithful=True is the paper's rule, without tiles; leave out {tiles=}")
@@ -159,7 +159,7 @@ def _by_class(
     seed: int,
     cut: Cut,
 ) -> Partition:
-    """Cut each class by itself, a random chunk of it at a time."""
+    """Cut each class separately, one random chunk at a time."""
     classes = np.zeros(len(features), np.int64) if labels is None else np.asarray(labels)
     if classes.shape != (len(features),):
         raise ValueError(
@@ -172,7 +172,7 @@ def _by_class(
         random = generator(seed, number)
         pieces = 1 if chunk is None else -(-len(mine) // chunk)
         for piece in np.array_split(random.permutation(mine), pieces):
-            piece.sort()  # ties go by the order of the data
+            piece.sort()  # the order of the data breaks ties
             quota = whole_shares(len(piece), left / left.sum())
             left = left - quota
             of[piece] = cut(features[piece].astype(np.float64), quota, random)
@@ -182,10 +182,10 @@ def _by_class(
 def _merged_tiles(
     similarity: Floats, quota: Indices, size: int, blocks: Blocks, random: np.random.Generator
 ) -> Indices:
-    """Cut into tiles of one size, and give each part as many as its quota holds, at random.
+    """Cut into tiles of one size, and give each part, at random, as many as fit its quota.
 
-    What is over is dealt out at random, and drawn before the cut: the greedy takes outliers last,
-    so that tiles larger than others by a mere tenth were measured to be worse than random.
+    The remaining samples are drawn at random before the cut, and assigned at random. The greedy
+    rule takes outliers last: tiles larger than others by only a tenth were worse than random.
     """
     parts = np.arange(len(quota))
     whole, over = np.divmod(quota, size)
@@ -199,14 +199,14 @@ def _merged_tiles(
 
 
 def _tile_size(quota: Indices) -> int:
-    """Return the size of tiles that leaves parts least at random, and larger tiles if in doubt."""
+    """Return the tile size with the least sum of leftover fraction and cost of small tiles."""
     sizes = np.arange(1, quota.max() + 1)
     over = np.mean([each % sizes / each for each in quota if each], axis=0)
     return int(sizes[(over + _COST_OF_SMALL_TILES / sizes).argmin()])
 
 
 def _squared_distances(values: Floats) -> Floats:
-    centered = values - values.mean(axis=0)  # products of large numbers would cancel badly
+    centered = values - values.mean(axis=0)  # avoids cancellation of large products
     products = centered @ centered.T
     squares = products.diagonal()
     distances: Floats = np.maximum(squares[:, None] + squares - 2 * products, 0.0)
@@ -218,7 +218,7 @@ def _median_distance(features: NDArray[np.number], random: np.random.Generator) 
     count = min(len(features), _SAMPLED_FOR_BANDWIDTH)
     some = features[random.choice(len(features), count, replace=False)].astype(np.float64)
     squared = _squared_distances(some)[np.triu_indices(count, 1)]
-    return float(np.sqrt(np.median(squared))) if squared.any() else 1.0  # all the same
+    return float(np.sqrt(np.median(squared))) if squared.any() else 1.0  # all samples are equal
 
 
 def _matrix(features: ArrayLike) -> NDArray[np.number]:

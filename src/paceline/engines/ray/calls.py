@@ -1,4 +1,4 @@
-"""Calls on their way to actors, and the one inbox in which their answers arrive."""
+"""Calls to actors that are in flight, and the one inbox in which their answers arrive."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-_LONGEST_WAIT = 3600.0  # what a lock can wait for has a limit
+_LONGEST_WAIT = 3600.0  # seconds: a lock limits its timeout
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call without an answer so far: what to do when it comes, and what if it does not.
+    """A call in flight, with a callback for its answer and one for its deadline.
 
-    overdue: returns whether to be patient once more.
+    overdue: returns whether to wait for the same timeout once more.
     """
 
     deadline: float
@@ -27,25 +27,26 @@ class Call:
 
 
 class Inbox(Protocol):
-    """Where other threads leave what is to be done; `queue.SimpleQueue` is one."""
+    """A queue of actions from other threads, such as `queue.SimpleQueue`."""
 
     def put(self, item: Callable[[], None]) -> None: ...
     def get(self, *, timeout: float) -> Callable[[], None]:
-        """Wait for the next; raise `queue.Empty` if there is none in time."""
+        """Wait for the next action; raise `queue.Empty` after the timeout."""
 
     def empty(self) -> bool: ...
+    def qsize(self) -> int: ...
 
 
 class Calls:
-    """Completion comes through callbacks of Ray's own thread, never through `ray.wait`: that
-    blocks on a result whose bytes are still travelling over a slow link."""
+    """Calls in flight, each with a deadline. Callbacks in Ray's own thread report completion, since
+    `ray.wait` blocks on a result whose bytes are still traveling over a slow link."""
 
     def __init__(self, inbox: Inbox | None = None, clock: Callable[[], float] = time.monotonic):
         self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
         self._clock = clock
-        # By patience: in order of submission the first is then the first to be overdue.
+        # By timeout: of the calls with one timeout, the first submitted is overdue first.
         self._open: dict[float, OrderedDict[Call, None]] = {}
-        self.waited = 0.0  # seconds that the answer being taken in lay in the inbox
+        self.waited = 0.0  # seconds that the current answer lay in the inbox
 
     def add(
         self,
@@ -54,7 +55,7 @@ class Calls:
         answered: Callable[[Future[Any]], None],
         overdue: Callable[[], bool | None],
     ) -> Call:
-        """Have `answered` called from `wait` when the call is done or has failed."""
+        """Add a call; `wait` runs `answered` when it is done or failed, `overdue` if it is late."""
         call = Call(self._clock() + patience, answered, overdue)
         self._open.setdefault(patience, OrderedDict())[call] = None
         inbox = self._inbox
@@ -67,35 +68,42 @@ class Calls:
         return call
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have something done by a `wait` that many seconds from now."""
+        """Run an action in a `wait`, that many seconds from now."""
         call = Call(self._clock() + seconds, lambda future: None, action)
         self._open.setdefault(seconds, OrderedDict())[call] = None
 
     def drop(self, call: Call) -> None:
-        """Forget a call: nobody wants to hear of it any more."""
+        """Forget a call: its callbacks no longer run."""
         for calls in self._open.values():
             calls.pop(call, None)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have something done by the next `wait`. Safe in other threads and signal handlers."""
+        """Run an action in the next `wait`. Safe in other threads and signal handlers."""
         self._inbox.put(action)
 
     def wait(self, until: float) -> bool:
-        """Take in one answer, or what has become of an overdue one; False if none can come.
+        """Handle one answer, or the overdue calls; return False if no answer can come.
 
-        until: on this one's clock, by default that of `time.monotonic`.
+        until: the latest time to return, on the clock of this object (`time.monotonic`).
         """
         first = min([until, *(next(iter(c)).deadline for c in self._open.values() if c)])
         if first == inf and self._inbox.empty():
             return False
-        try:  # what has arrived is not overdue, however long nobody looked
-            patience = min(max(first - self._clock(), 0.0), _LONGEST_WAIT)
-            action = self._inbox.get(timeout=patience)
+        now = self._clock()
+        if first <= now and not self._inbox.empty():
+            self.take_arrived()  # an answer in the inbox is not overdue, however late it is read
+            self._expire(now)
+            return True
+        try:
+            self._inbox.get(timeout=min(max(first - now, 0.0), _LONGEST_WAIT))()
         except queue.Empty:
-            self._expire()
-        else:
-            action()
+            self._expire(self._clock())
         return True
+
+    def take_arrived(self) -> None:
+        """Handle the answers that have arrived by now, but no later ones."""
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get(timeout=0.0)()
 
     def _take(self, call: Call, future: Future[Any], at: float) -> None:
         self.waited = self._clock() - at
@@ -103,10 +111,9 @@ class Calls:
             if call in calls:
                 del calls[call]
                 call.answered(future)
-                return  # answered before, or dropped, otherwise
+                return  # a call in no list was answered before, or dropped
 
-    def _expire(self) -> None:
-        now = self._clock()
+    def _expire(self, now: float) -> None:
         for patience, calls in list(self._open.items()):
             while calls and (call := next(iter(calls))).deadline <= now:
                 del calls[call]

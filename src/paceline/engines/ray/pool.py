@@ -1,4 +1,4 @@
-"""The processes of an engine: creating them, replacing the lost, ending them all."""
+"""The processes of an engine: starting them, replacing lost ones, ending all."""
 
 from __future__ import annotations
 
@@ -7,81 +7,135 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
+from ray._private.state import actors as actor_table  # the public call needs a dashboard
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.protocol import TaskId
 from paceline.engines.ray.calls import Call, Calls
-from paceline.engines.ray.cluster import connect
-from paceline.engines.ray.server import Server
+from paceline.engines.ray.cluster.join import connect, warn_small_stores
+from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.worker import Place, Token, Worker, actor_class, start_time
+from paceline.learners.base import Learner
 
 
 @dataclass(eq=False)
 class Member:
-    """One life of one worker or server."""
+    """One process (incarnation) of a worker or server."""
 
     name: str
     incarnation: int
     actor: Any
     place: Place | None = None
     joined: bool = False
-    call: Call | None = None  # the one whose answer is awaited
-    busy: Token | None = None  # what it is computing, wanted or not
+    placed: bool = False  # whether its process existed at its first overdue check
+    call: Call | None = None  # the call whose answer is awaited
+    busy: Token | None = None  # the task that it computes, cancelled or not
     waiting: deque[TaskId] = field(default_factory=deque)
-    known: int | None = None  # the version of the public copy of the model that it has
-    got: int | None = None  # bytes that its last model took, if they were fewer
-    unused: list[TaskId] = field(default_factory=list)  # results that it does not know are not used
+    model_version: int | None = None  # the version of the public copy of the model that it has
+    model_bytes: int | None = None  # bytes of its last model, if it came as changes
+    refunds: list[TaskId] = field(default_factory=list)  # unused results, not yet reported to it
+
+
+@dataclass(frozen=True)
+class RayWorkers:
+    """The places of an engine's workers, for actors of another class.
+
+    start: makes an actor of a class in each place, for a learner.
+    end: releases what the engine keeps for these actors; the pool itself must have ended.
+    start_timeout: seconds for an actor to come up.
+    timeout: seconds after which a silent actor is overdue.
+    """
+
+    start: Callable[[type, Learner], Pool]
+    end: Callable[[], None]
+    start_timeout: float
+    timeout: float
+    cluster: Cluster
+
+
+Gpus: TypeAlias = "float | Mapping[str, float] | None"
+"""GPUs of each worker: one number for all, or by name; None: as the learner's device requires."""
+
+
+def gpus_each(given: Gpus, device: str, names: Sequence[str], there: float) -> dict[str, float]:
+    """Return the GPUs that Ray reserves for each worker, if the cluster has `there` in all."""
+    if isinstance(given, Mapping):
+        if unknown := sorted({*given} - {*names}):
+            raise ValueError(f"gpus= names {unknown}; the workers are {names[0]} to {names[-1]}")
+        each = {name: given.get(name, 0.0) for name in names}
+    elif given is not None:
+        each = dict.fromkeys(names, given)
+    elif device == "auto":
+        each = {name: float(index < int(there)) for index, name in enumerate(names)}
+    else:
+        each = dict.fromkeys(names, float(device.startswith("cuda")))
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        for name, gpus in each.items():
+            if not gpus:
+                raise ValueError(
+                    f"device={device!r} and gpus=0 for {name}: such workers would share the first "
+                    "GPU of their machine; leave gpus= out for one GPU each, use gpus=0.5 for two "
+                    'workers on one, or device="auto" for the CPU where there is no GPU'
+                )
+            if index >= max(gpus, 1):
+                raise ValueError(
+                    f"device={device!r} and gpus={gpus:g} for {name}: a worker sees its own GPUs "
+                    'alone, counted from 0; use device="cuda"'
+                )
+    return each
 
 
 def make_workers(
-    cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker
+    cpus: float | None, gpus: Mapping[str, float], size: int, fixed: bool, kind: type = Worker
 ) -> Callable[[str], Any]:
-    """Return what makes a worker's actor, once it is sure that all of them have room."""
+    """Return a function that makes a worker's actor; raise if a fixed cluster lacks room."""
     if cpus is None:
         unused = ray.available_resources().get("CPU", 0.0)
         cpus = min(1.0, int(unused / size * 1000) / 1000)
     if fixed:  # a cluster that will not grow
-        for name, each in (("CPU", cpus), ("GPU", gpus)):
-            there = ray.cluster_resources().get(name, 0.0)
-            if each * size > there:
-                raise ValueError(
-                    f"{size} workers with {each:g} {name}s each need {each * size:g}, and "
-                    f"this machine has {there:g}; use {there / size:.3g} or less"
-                )
-    actor = actor_class(kind, num_cpus=cpus, num_gpus=gpus, scheduling_strategy="SPREAD")
-    return lambda name: actor.remote()
+        there = ray.cluster_resources().get("CPU", 0.0)
+        if cpus * size > there:
+            raise ValueError(
+                f"{size} workers with {cpus:g} CPUs each need {cpus * size:g}, and "
+                f"this machine has {there:g}; use {there / size:.3g} or less"
+            )
+        there = ray.cluster_resources().get("GPU", 0.0)
+        if (wanted := sum(gpus.values())) > there:
+            raise ValueError(
+                f"{size} workers need {wanted:g} GPUs, and Ray sees {there:g} on this machine; use "
+                f"gpus={there / size:.3g} or less, fewer workers, or "
+                'TorchLearner(device="auto") to compute on the CPU where there is no GPU'
+            )
+    actor = actor_class(kind, num_cpus=cpus, scheduling_strategy="SPREAD")
+    return lambda name: actor.options(num_gpus=gpus[name]).remote(gpus=gpus[name])
 
 
-def make_servers(nodes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return what makes a server's actor on its node, or on the next if that one is gone."""
-    actor = actor_class(Server, num_cpus=0)
-    order = list(dict.fromkeys(nodes.values()))
+def make_servers(placement: Placement) -> Callable[[str], Any]:
+    """Return a function that makes a server's actor on the node that the placement chooses."""
+    actor = actor_class(Server, num_cpus=0)  # Ray gives it one thread
 
     def make(name: str) -> Any:
-        chosen = next_node(nodes[name], order, alive_nodes())
+        chosen = placement.choose(name, alive_nodes())
         if chosen is None:
             raise RuntimeError(f"no node is left on which server {name} could be started")
-        on = NodeAffinitySchedulingStrategy(chosen, soft=False)  # soft ones are not followed
-        return actor.options(scheduling_strategy=on).remote()
+        on = NodeAffinitySchedulingStrategy(chosen, soft=False)  # Ray ignores soft ones
+        cores = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes()}
+        neighbors = sum(node == chosen for node in placement.nodes.values())  # with this one
+        threads = max(int(cores.get(chosen, 1.0) / max(neighbors, 1)), 1)
+        return actor.options(scheduling_strategy=on).remote(threads=threads)
 
     return make
 
 
-def next_node(wished: str, others: Sequence[str], alive: Collection[str]) -> str | None:
-    """Return a node if it is there, or else the next one, or else any; None if none is."""
-    start = others.index(wished)
-    # Those that came later are the last choice: nobody has measured the way to them.
-    turn = [*others[start:], *others[:start], *sorted(alive)]
-    return next((node for node in turn if node in alive), None)
-
-
 def alive_nodes() -> set[str]:
-    """Return the nodes that Ray believes to be there."""
+    """Return the nodes that Ray reports as alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -89,22 +143,34 @@ _LONGEST_PAUSE = 30.0  # seconds before a process that keeps failing is started 
 
 
 class Cluster:
-    """Ray itself, as far as an engine needs it. Tests have one that is simulated."""
+    """The calls of Ray that an engine needs. Tests replace it by a simulated cluster."""
 
     def __init__(self, allow_insecure: bool = False) -> None:
         self._allow_insecure = allow_insecure
 
-    def connect(self, address: str | None, workers: int, message_bytes: int) -> bool:
-        """Make sure that it runs; return whether it was started here and is ours to stop."""
-        return connect(address, workers, message_bytes, self._allow_insecure)
+    def connect(self, address: str | None, workers: int, store_bytes: int) -> bool:
+        """Make sure that Ray runs; return whether this engine started it and must stop it."""
+        return connect(address, workers, store_bytes, self._allow_insecure)
+
+    def warn_small_stores(self, servers: bool, workers: int, model: int, state: int) -> None:
+        warn_small_stores(servers, workers, model, state)
+
+    def gpus(self) -> float:
+        """Return the number of GPUs in the cluster."""
+        return float(ray.cluster_resources().get("GPU", 0.0))
 
     def make_workers(
-        self, cpus: float | None, gpus: float, size: int, fixed: bool, kind: type = Worker
+        self,
+        cpus: float | None,
+        gpus: Mapping[str, float],
+        size: int,
+        fixed: bool,
+        kind: type = Worker,
     ) -> Callable[[str], Any]:
         return make_workers(cpus, gpus, size, fixed, kind)
 
-    def make_servers(self, nodes: Mapping[str, str]) -> Callable[[str], Any]:
-        return make_servers(nodes)
+    def make_servers(self, placement: Placement) -> Callable[[str], Any]:
+        return make_servers(placement)
 
     def calls(self) -> Calls:
         """Make the inbox for the answers of its actors."""
@@ -123,13 +189,22 @@ class Cluster:
     def kill(self, actor: Any) -> None:
         ray.kill(actor)
 
+    def has_process(self, actor: Any) -> bool:
+        """Return whether an actor has a process, and waits for a node no longer."""
+        return int(actor_table(actor._actor_id.hex()).get("Pid", 0)) > 0
+
     def node(self) -> str:
-        """Return where this process is."""
+        """Return the node of this process."""
         found: str = ray.get_runtime_context().get_node_id()
         return found
 
     def nodes(self) -> set[str]:
         return alive_nodes()
+
+    def address(self, node: str) -> str:
+        """Return how a message names a node."""
+        found = [n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node]
+        return f"{found[0] if found else 'unknown'} (node {node[:8]})"
 
     def free_cpus(self) -> float:
         return float(ray.available_resources().get("CPU", 0))
@@ -139,7 +214,10 @@ class Cluster:
 
 
 class Pool:
-    """Actors by name. A name whose respawns are used up is missing until `fill`."""
+    """Actors by name. A name whose respawns are used up is missing until `fill`.
+
+    respawns: restarts of a process without a result in between.
+    """
 
     def __init__(
         self, names: Sequence[str], make: Callable[[str], Any], respawns: int, cluster: Cluster
@@ -147,21 +225,20 @@ class Pool:
         self._names, self._make, self._respawns = names, make, respawns
         self.cluster, self._node = cluster, cluster.node()
         self.members: dict[str, Member] = {}
-        self._failures: dict[str, int] = {}  # one after the other, without a result in between
-        self._paused: dict[str, int] = {}  # those to be started later, with their next incarnation
+        self._failures: dict[str, int] = {}  # in a row, without a result in between
+        self._paused: set[str] = set()  # names to start later
+        self._made = 0  # processes so far
 
     def fill(self) -> None:
-        """Start what is missing, with all respawns before it."""
+        """Start all missing actors, and reset the respawns of all."""
         self._failures.clear()
         self._paused.clear()
         for name in self._names:
-            if name in self.members:
-                self.members[name].incarnation = 0
-            else:
-                self._spawn(name, 0)
+            if name not in self.members:
+                self._spawn(name)
 
     def is_current(self, member: Member) -> bool:
-        """Tell whether this life is the one that counts."""
+        """Return whether a member is the current process of its name."""
         return self.members.get(member.name) is member
 
     def pids(self) -> dict[str, int]:
@@ -170,47 +247,57 @@ class Pool:
         return {n: p.pid for n, p in places.items() if p is not None and p.node == self._node}
 
     def replace(self, member: Member) -> bool:
-        """Make sure that a lost one is dead; return whether a new one takes its place."""
+        """Kill a lost member; return whether a new one takes its place."""
         if self.remove_lost(member) is None:
             return False
         self.start(member.name)
         return True
 
     def remove_lost(self, member: Member, distrust: bool = False) -> float | None:
-        """Make sure that a lost one is dead; return in how many seconds to start another.
+        """Kill a lost member; return in how many seconds to start another, None for never.
 
-        None: never. The first time it is at once, and then twice as long each time, until there
-        has been a result. distrust: its last one was refused, so that it is not at once either.
+        The first restart is at once; each further one without a result waits twice as long.
+        distrust: it raised an exception or its result was refused, so the first one waits too.
         """
         self.cluster.kill(member.actor)
         self._make_sure(member)
         del self.members[member.name]
-        if member.incarnation >= self._respawns:
-            return None
-        self._paused[member.name] = member.incarnation + 1
         failures = self._failures[member.name] = self._failures.get(member.name, 0) + 1
+        if failures > self._respawns:
+            return None
+        self._paused.add(member.name)
         doublings = failures - 1 if distrust else failures - 2
         return min(2.0 ** min(doublings, 10), _LONGEST_PAUSE) if doublings >= 0 else 0.0
 
     def start(self, name: str) -> None:
-        """Start one again that was lost."""
-        self._spawn(name, self._paused.pop(name))
+        """Start a lost member again."""
+        self._paused.remove(name)
+        self._spawn(name)
 
     def trust(self, name: str) -> None:
-        """Forget failures: there has been a result."""
+        """Reset the respawns of a member that has returned a result."""
         self._failures.pop(name, None)
 
     @property
     def expecting(self) -> bool:
-        """Whether there are members, or will be."""
+        """Whether members exist, or will be started."""
         return bool(self.members or self._paused)
 
+    def nodes(self) -> list[str]:
+        """Return the nodes that have members, each once."""
+        places = [m.place for m in self.members.values() if m.joined]
+        return list(dict.fromkeys(place.node for place in places if place is not None))
+
+    def add(self, name: str) -> None:
+        """Start a member that was removed."""
+        self._spawn(name)
+
     def remove(self, name: str) -> None:
-        """End one that is not needed any more; `fill` starts it again."""
+        """Kill a member that is no longer needed; `fill` starts it again."""
         self.cluster.kill(self.members.pop(name).actor)
 
     def end(self) -> None:
-        """End them all, those that do not obey after two seconds by force."""
+        """Kill all members; after two seconds, send SIGKILL to those still running on this node."""
         for member in self.members.values():
             self.cluster.kill(member.actor)
         patience = time.monotonic() + 2.0
@@ -220,8 +307,9 @@ class Pool:
             self._make_sure(member)
         self.members.clear()
 
-    def _spawn(self, name: str, incarnation: int) -> None:
-        self.members[name] = Member(name, incarnation, self._make(name))
+    def _spawn(self, name: str) -> None:
+        self.members[name] = Member(name, self._made, self._make(name))
+        self._made += 1
 
     def _is_running(self, member: Member) -> bool:
         place = member.place
@@ -230,7 +318,7 @@ class Pool:
         return start_time(place.pid) == place.started
 
     def _make_sure(self, member: Member) -> None:
-        # A stopped process does not obey Ray: it would wake up later, and go on.
+        # A paused process does not obey Ray: it would wake up later, and continue.
         if member.place is not None and self._is_running(member):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.place.pid, signal.SIGKILL)

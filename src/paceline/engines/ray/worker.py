@@ -1,11 +1,13 @@
-"""A worker: an actor that computes one task at a time and can be told to give it up."""
+"""A worker: an actor that computes one task at a time, and abandons it on request."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -15,8 +17,8 @@ import ray
 from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
-from paceline.engines.door import norm_of
-from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask
+from paceline.engines.checks import norm_of
+from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask, timed
 from paceline.learners.base import Array, Layout, Learner, Outcome, Replica, Span
 
 if TYPE_CHECKING:  # which needs torch
@@ -25,27 +27,35 @@ if TYPE_CHECKING:  # which needs torch
 
 
 class Token(NamedTuple):
-    """Names one attempt at one task, for ever: a result is used under its own token only."""
+    """The unique name of one attempt at one task: a result counts under its own token only."""
 
     run: str
     worker: WorkerId
     incarnation: int
     task: TaskId
 
+    def pack(self) -> bytes:
+        """Return the token as bytes, which Ray sends as they are."""
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def unpack(packed: bytes) -> Token:
+        return Token(*json.loads(packed))
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker lives."""
+    """The node and the process of a worker or server."""
 
     node: str
     pid: int
-    started: str  # tells the process from a later one with the same pid
+    started: str  # distinguishes the process from a later one with the same pid
 
 
 class Answer(NamedTuple):
-    """What a worker returns: its vector lies in the object store, outside of the pickle.
+    """The answer of a worker. Its vector lies in the object store, outside of the pickle.
 
-    Without samples (None) it could not get the model, and has not begun.
+    samples: None if the worker could not get the model, and has not begun.
     """
 
     token: Token
@@ -53,50 +63,50 @@ class Answer(NamedTuple):
     samples: int | None
     seconds: float
     stats: Stats
-    sent: int | None = None  # bytes, if it is encoded
-    norm: float | None = None  # of a vector that goes elsewhere
+    sent: int | None = None  # bytes of the vector, if it is encoded
+    norm: float | None = None  # of a vector that goes to servers, or is not finite
+    skipped: int = 0  # samples of a result that is not finite
 
 
-# Calls carry plain tuples, which Ray packs ten times as fast as it pickles dataclasses: 0.06
-# against 0.6 ms a call, as much as all the rest of it.
-Order: TypeAlias = tuple[Any, ...]
+# Ray sends bytes as they are, and spends 0.1 ms on every other argument of a call, 0.6 ms on the
+# dataclasses of a task.
+Order: TypeAlias = bytes
 Reply: TypeAlias = tuple[Any, ...]
+# Fields that JSON does not change.
+_OF_WORK = "n_parts", "samples", "steps", "budget", "shares"
+_OF_TASK = "version", "since", "samples", "offset", "attempt"
 
 
-def pack(token: Token, task: Task) -> Order:
-    """Return a task for its way to a worker."""
+def pack(token: Token, task: Task, *others: Any) -> Order:
+    """Encode a task for its worker, with the other plain values that the call needs."""
     work = task.work
     parts = None if work.parts is None else tuple(work.parts.items())
     tiles = None if work.tiles is None else tuple(work.tiles.items())
-    return (
-        *(tuple(token), task.version, task.since, task.samples, task.draw, task.attempt),
-        *(parts, work.cut, work.samples, work.steps, work.budget, work.shares, work.tag),
-        *(tiles, task.draws),
-    )
+    of_work = *(getattr(work, name) for name in _OF_WORK), work.tag
+    of_task = *(getattr(task, name) for name in _OF_TASK), task.tile_offsets
+    return json.dumps((token, parts, of_work, tiles, of_task, others)).encode()
 
 
-def unpack(order: Order) -> tuple[Token, Task]:
-    """Invert `pack`; lists are what Ray makes of tuples."""
-    name, version, since, samples, draw, attempt, parts, cut, *rest = order
-    asked, steps, budget, shares, tag, tiles, draws = rest
+def unpack(order: Order) -> tuple[Token, Task, list[Any]]:
+    """Invert `pack`; JSON turns tuples into lists."""
+    name, parts, of_work, tiles, of_task, others = json.loads(order)
     token = Token(*name)
-    work = Work(
-        None if parts is None else {part: factors_of(factors) for part, factors in parts},
-        cut,
-        asked,
-        steps,
-        budget,
-        shares,
-        tuple(tag) if isinstance(tag, list) else tag,
-        None if tiles is None else dict(tiles),
+    *settings, tag = of_work
+    made: dict[str, Any] = dict(zip(_OF_WORK, settings, strict=True))
+    made["parts"] = None if parts is None else {part: factors_of(each) for part, each in parts}
+    made["tag"] = tuple(tag) if isinstance(tag, list) else tag
+    made["tiles"] = None if tiles is None else dict(tiles)
+    *stamps, tile_offsets = of_task
+    task = dict(zip(_OF_TASK, stamps, strict=True))
+    return (
+        token,
+        Task(token.task, token.worker, Work(**made), **task, tile_offsets=tuple(tile_offsets)),
+        others,
     )
-    of_tiles = tuple(draws)
-    task = Task(token.task, token.worker, work, version, since, samples, draw, attempt, of_tiles)
-    return token, task
 
 
 def factors_of(received: Any) -> Coefficients:
-    """Return a factor or several as they were sent; lists are what Ray makes of tuples."""
+    """Return one or several factors as they were sent; calls turn tuples into lists."""
     return tuple(received) if isinstance(received, list) else received
 
 
@@ -107,47 +117,50 @@ def read(reply: Reply) -> Answer:
 
 
 Given: TypeAlias = "tuple[Learner, Partition | None, Codec | None, Codec | None, Layout]"
-"""What a worker is set up with: the learner, the data's tiles, the codecs up and down, and how the
-model is laid out."""
+"""The settings of a worker: the learner, the data shards (tiles), the codecs of results and of
+models, and the layout of the model."""
 
 
 class Gone(Exception):
-    """What was asked for is not here any more."""
+    """The requested object is no longer here."""
 
 
 class Worker:
-    """Wrapped by `ray.remote` where it is created, so this stays a plain class."""
+    """Computes tasks. `actor_class` wraps it by `ray.remote`, so this stays a plain class."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         place: Callable[[], Place] | None = None,
+        gpus: float | None = None,
     ) -> None:
+        hide_gpus(gpus)
         self._clock, self._place = clock, place or here
         self._replica: Replica | None = None
-        self._learner: Learner | None = None
+        self._rate: Callable[[int], float] | None = None
         self._uplink: Uplink | None = None
         self._down: Codec | None = None
-        self._copy: Array | None = None  # of the model, if only changes of it are sent
+        self._copy: Array | None = None  # of the model, if only its changes are sent
         self._trained = 0
         self._carriers: Carriers = {}
         self._computing: Token | None = None
-        self._incoming: Incoming | None = None  # of the task that is being computed
-        # The last two models, each by version: what a server starts from whose node is lost. Two,
-        # since its optimizer's state may have been copied up to the one before only.
+        self._incoming: Incoming | None = None  # the model of the task that it computes
+        # The last two models, by version: a server whose node is lost starts from one of them.
+        # Two, since its optimizer's state may be copied only up to the version before.
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
 
     def set_up(self, given: Given, seed: int, carriers: Carriers) -> Place:
-        """Build the replica of a learner on data in tiles; an earlier one is forgotten."""
+        """Build the replica of a learner on its data shards, and forget an earlier one."""
         learner, tiles, codec, self._down, layout = given
         self._trained = layout.trained
         self._copy = None
         self._carriers = carriers
         self._models.clear()
         self._incoming = self._uplink = None
-        self._replica = None  # the old one's memory first
-        self._replica, self._learner = learner.replica(seed, tiles), learner
+        self._replica = None  # frees its memory first
+        self._replica = learner.replica(seed, tiles)
+        self._rate = learner.rate  # this learner has no weights but the replica's
         if codec is not None:
             from paceline.codecs.uplink import Uplink
 
@@ -158,15 +171,14 @@ class Worker:
         self,
         order: Order,
         model: Array | None,
-        unused: Sequence[TaskId] = (),
         changes: Sequence[Array] | None = None,
     ) -> Reply:
-        """Do a task, and return its vector with the reply.
+        """Compute a task, and return its vector with the reply.
 
-        unused: earlier tasks whose results no step has used.
-        changes: of the model since the last task, if it does not come whole.
+        order: the task, and the earlier tasks whose results no step has used.
+        changes: the changes of the model since the last task, if it does not come whole.
         """
-        token, task = unpack(order)
+        token, task, (unused,) = unpack(order)
         self._refund(unused)
         model = self._moved(model, changes)
         begin = self._clock()
@@ -177,33 +189,29 @@ class Worker:
 
         outcome = self._compute([model], task, proceed)
         if self._uplink is not None and self._abandoned == token:
-            outcome = replace(outcome, vector=None)  # nobody waits for it
+            outcome = replace(outcome, vector=None)  # the task was cancelled
         if self._uplink is None or outcome.vector is None:
             return _reply(token, outcome, self._clock() - begin)
+        if not isfinite(norm := norm_of(outcome.vector)):  # keeps the codec's memory finite
+            return _reply(token, replace(outcome, vector=None), self._clock() - begin, 0, norm)
         (packed,) = self._send(outcome.vector, task, [(0, outcome.vector.size)], model)
         outcome = replace(outcome, vector=packed)
         return _reply(token, outcome, self._clock() - begin, packed.nbytes)
 
-    def compute_slices(
-        self,
-        order: Order,
-        model: Sequence[Any],
-        nodes: Sequence[str | None],
-        cut: Sequence[Span],
-        spans: Sequence[Span],
-        hold: bool,
-        unused: Sequence[TaskId] = (),
-    ) -> tuple[Any, ...]:
-        """Do a task on a model that may still be on its way, cut one way; return the reply and,
-        each an object of its own, the slices of its vector, cut another way.
+    def compute_slices(self, order: Order, model: Sequence[Any]) -> tuple[Any, ...]:
+        """Compute a task on slices of a model that may still be in flight; return the reply, and
+        the slices of its vector as separate objects. The two cuts may differ.
 
-        hold: on to the model, in case the node of a server is lost.
+        order: the task; tasks whose results no step has used; the nodes of the model's slices; both
+        cuts; whether to hold the model in case the node of a server is lost; the seconds to wait
+        for the model.
         """
-        token, task = unpack(order)
+        token, task, (unused, nodes, cut, spans, hold, timeout) = unpack(order)
         self._refund(unused)
         begin = self._clock()
         self._computing = token
-        incoming = self._incoming = Incoming(ask(model, nodes, self._carriers), clock=self._clock)
+        coming = ask(model, nodes, self._carriers)
+        incoming = self._incoming = Incoming(coming, timeout, self._clock)
         if self._abandoned == token:
             incoming.give_up()
 
@@ -216,7 +224,7 @@ class Worker:
         except GivenUp:
             return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
         except ray.exceptions.RayError:
-            self._carriers = {}  # it may be theirs to blame; the stores are as good
+            self._carriers = {}  # one of them may be lost; the stores work as well
             lost: Reply = (tuple(token), None, None, 0.0, {}, None, None)
             return lost, *(None for _ in spans)
         finally:
@@ -229,17 +237,20 @@ class Worker:
         vector = outcome.vector
         needed = [covering(span, task.work.messages) for span in spans]
         told = Outcome(None, outcome.samples, outcome.stats)
-        if self._uplink is not None and vector is not None:
-            packed = self._send(vector, task, needed)
-            sent = sum(each.nbytes for each in packed)
-            return _reply(token, told, seconds, sent, norm_of(vector)), *packed
         if vector is None:
             return _reply(token, told, seconds), *(None for _ in spans)
+        norm = norm_of(vector)
+        if not isfinite(norm):  # keeps the codec's memory finite
+            return _reply(token, told, seconds, None, norm), *(None for _ in spans)
+        if self._uplink is not None:
+            packed = self._send(vector, task, needed)
+            sent = sum(each.nbytes for each in packed)
+            return _reply(token, told, seconds, sent, norm), *packed
         slices = (vector[start:stop] for start, stop in needed)
-        return _reply(token, told, seconds, None, norm_of(vector)), *slices
+        return _reply(token, told, seconds, None, norm), *slices
 
     def _moved(self, model: Array | None, changes: Sequence[Array] | None) -> Array:
-        """Return the model: as it came, or as changes make it of the last."""
+        """Return the model: as it came, or the last one with changes applied."""
         if changes is not None:
             from paceline.codecs.downlink import moved
 
@@ -253,8 +264,8 @@ class Worker:
     def _send(
         self, vector: Array, task: Task, spans: Sequence[Span], model: Array | None = None
     ) -> Sequence[Array]:
-        assert self._uplink is not None and self._learner is not None
-        return self._uplink.send(vector, task.id, self._learner.rate(task.version), spans, model)
+        assert self._uplink is not None and self._rate is not None
+        return self._uplink.send(vector, task.id, self._rate(task.version), spans, model)
 
     def _refund(self, tasks: Sequence[TaskId]) -> None:
         if self._uplink is not None:
@@ -273,7 +284,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def held(self, version: int, span: Span) -> Array:
-        """Return a slice of such a model, for a server to start from."""
+        """Return a slice of a held model, for a server to start from."""
         if version not in self._models:
             raise Gone(f"version {version} of the model")
         spans, slices = self._models[version]
@@ -283,10 +294,20 @@ class Worker:
         ]
         return np.concatenate(pieces)
 
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def sample(self, size: int) -> tuple[None, Array]:
+        """Return an object of `size` bytes, which Ray puts into the store of this node."""
+        return None, np.zeros(size, np.uint8)
+
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def fetch(self, refs: Sequence[Any], timeout: float) -> list[float]:
+        """Fetch objects, and return the seconds that each took, as `timed` does."""
+        return timed(refs, timeout, self._clock)
+
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def abandon(self, token: tuple[Any, ...]) -> None:
-        """Make a task end at the next piece of work."""
-        self._abandoned = Token(*token)
+    def abandon(self, token: bytes) -> None:
+        """End a task before its next piece of work."""
+        self._abandoned = Token.unpack(token)
         if self._incoming is not None and self._computing == self._abandoned:
             self._incoming.give_up()
 
@@ -302,13 +323,19 @@ def _reply(
 
 
 def here() -> Place:
-    """Return where this process lives."""
+    """Return the node and the pid of this process."""
     pid = os.getpid()
     return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
 
 
+def hide_gpus(reserved: float | None) -> None:
+    """Hide all GPUs if Ray reserves none for this process, since Ray itself shows all of them."""
+    if reserved == 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def start_time(pid: int) -> str:
-    """Return when a process of this host began, as Linux counts it; empty if it is gone."""
+    """Return the start time of a process of this host, as Linux counts it; empty if it ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -316,8 +343,8 @@ def start_time(pid: int) -> str:
 
 
 def actor_class(kind: type, **options: Any) -> Any:
-    """Return a worker or a server as an actor class. Restarts and retries are ours: Ray's would
-    apply a result twice or hide a fault."""
+    """Return the actor class of a worker or a server. Ray's own restarts and retries are off: they
+    would apply a result twice or hide a fault."""
     return ray.remote(
         concurrency_groups={"control": 1, "report": 1},
         max_restarts=0,

@@ -1,0 +1,14 @@
+from .chain import Chain as Chain
+from .feedback import DeepGradient as DeepGradient
+from .feedback import Feedback as Feedback
+from .lazy import Lazy as Lazy
+from .lowrank import LowRank as LowRank
+from .quantize import BFloat16 as BFloat16
+from .quantize import Half as Half
+from .quantize import Int8 as Int8
+from .quantize import Sign as Sign
+from .sparse import RandomK as RandomK
+from .sparse import TopK as TopK
+from .triggers import Always as Always
+from .triggers import Lag as Lag
+from .triggers import OnChange as OnChange

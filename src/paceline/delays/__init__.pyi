@@ -1,0 +1,13 @@
+from .compound import Bursts as Bursts
+from .compound import Changed as Changed
+from .compound import Mixture as Mixture
+from .compound import PerWorker as PerWorker
+from .compound import Scaled as Scaled
+from .links import Link as Link
+from .models import Erlang as Erlang
+from .models import Exponential as Exponential
+from .models import Fixed as Fixed
+from .models import LogNormal as LogNormal
+from .models import Pareto as Pareto
+from .models import ShiftedExponential as ShiftedExponential
+from .models import Trace as Trace

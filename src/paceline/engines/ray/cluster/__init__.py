@@ -1,0 +1,1 @@
+"""Joins a Ray cluster or starts one, and checks it first."""

@@ -1,0 +1,1 @@
+"""Servers: processes that keep the model in slices, and the driver's recovery of lost slices."""

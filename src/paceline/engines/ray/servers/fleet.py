@@ -1,0 +1,61 @@
+"""The recovery machine's view of the cluster, and the settings of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.protocol import Want
+from paceline.learners.base import Layout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a job, which stay constant.
+
+    carriers: the nodes that have a carrier.
+    carried_bytes: a carrier brings slices of more bytes than the first, and at most the second.
+    """
+
+    layout: Layout
+    itemsize: int
+    needs_totals: bool
+    wants: frozenset[Want]
+    timeout: float
+    carriers: Collection[str] = ()
+    carried_bytes: tuple[int, int] = (0, 0)
+
+
+class Fleet(Protocol):
+    """The servers and workers, read-only, current after each call of the machine."""
+
+    @property
+    def now(self) -> float:
+        """Seconds on the cluster's clock."""
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+
+    @property
+    def probing(self) -> bool:
+        """Whether a probe is under way; a second one would be ignored."""
+
+    def alive(self) -> Collection[str]:
+        """Return the nodes that the cluster reports as alive."""
+
+    def worker_nodes(self) -> Sequence[str]:
+        """Return the nodes that have workers, each once."""
+
+    def has(self, server: str) -> bool:
+        """Return whether a server has a process, or one is being started."""
+
+    def joined(self, server: str) -> bool:
+        """Return whether the process of a server has come up."""
+
+    def node(self, server: str) -> str:
+        """Return the node of a server, "" until its process has come up."""
+
+    def address(self, node: str) -> str:
+        """Return how a message names a node."""

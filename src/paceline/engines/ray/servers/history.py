@@ -1,0 +1,53 @@
+"""The steps that a server may have to take again, and the version before them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from paceline.engines.ray.servers.slices import Slot, Step, Version
+
+
+class History:
+    """Keeps each step until every slice of a later version is on a second node.
+
+    base: the version before the steps of the log.
+    """
+
+    def __init__(self, base: Version) -> None:
+        self.base = base
+        self.log: deque[Step] = deque()
+
+    @property
+    def last(self) -> Version:
+        """The newest version whose step was sent to servers."""
+        return self.log[-1].model if self.log else self.base
+
+    @property
+    def last_whole(self) -> int:
+        """The number of the newest whole version."""
+        whole = [step.version for step in self.log if step.model.whole]
+        return max([*whole, self.base.number])
+
+    def versions(self) -> list[Version]:
+        return [self.base, *(step.model for step in self.log)]
+
+    def clear(self) -> None:
+        """Start anew from the last version."""
+        self.base = self.last
+        self.log.clear()
+
+    def forget(self, slots: Sequence[Slot], several: bool, limit: int) -> None:
+        """Drop the steps that no server has to take again.
+
+        several: whether servers are on several nodes, so that one of them can be lost.
+        limit: the number of steps beyond which the oldest ones go in any case.
+        """
+        while self.log and self.log[0].model.whole:
+            number = self.log[0].version
+            safe = all(slot.held >= number and number in slot.states for slot in slots)
+            if several and not safe and len(self.log) <= limit:
+                return
+            self.base = self.log.popleft().model
+        for slot in slots:
+            slot.states = {v: s for v, s in slot.states.items() if v >= self.base.number}

@@ -1,0 +1,126 @@
+"""Nodes with slow links: how they are found, left out, and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+import numpy as np
+
+from paceline.engines.ray.servers.events import Probe, Way
+from paceline.engines.ray.servers.fleet import Fleet
+from paceline.engines.ray.servers.slices import LeftOut, Slot, Step
+
+# The link of a node is slow if every transfer from it and to it takes three times as long as the
+# median transfer between other nodes, and a quarter of a second longer.
+SLOW_FACTOR, SLOW_SECONDS = 3.0, 0.25
+SLOW_STEPS = 2
+"""Steps in a row with a slow link, after which a server is left out."""
+# A left-out server returns after GOOD_PROBES good probes of its node's link in a row. A probe is
+# good if it exceeds the usual time by less than half of what counts as slow. Each time that the
+# server is left out again, the interval between probes doubles.
+GOOD_PROBES, PROBE_SECONDS, LONGEST_INTERVAL = 3, 30.0, 3600.0
+PROBE_BYTES = 2**17, 2**23
+"""The smallest probe, more than Ray sends inside a call, and the largest."""
+
+
+def slow_nodes(
+    sources: Sequence[str], arrivals: Sequence[tuple[str, Sequence[float]]]
+) -> dict[str, bool]:
+    """Return whether the link of each server's node is slow, for nodes that can be compared.
+
+    sources: the node of each result.
+    arrivals: for each server its node, and the seconds until each result was there.
+
+    One sort of all transfers; each node's median is then found by rank among those of the others.
+    """
+    if not sources or not arrivals:
+        return {}
+    nodes = dict.fromkeys([*sources, *(node for node, _ in arrivals)])
+    numbers = {node: i for i, node in enumerate(nodes)}
+    start = np.array([numbers[node] for node in sources])
+    end = np.array([numbers[node] for node, _ in arrivals])
+    seconds = np.array([times for _, times in arrivals], np.float64)
+    between = end[:, None] != start[None, :]
+    times = seconds[between]
+    order = np.argsort(times, kind="stable")
+    times, ends = times[order], np.broadcast_to(end[:, None], between.shape)[between][order]
+    starts = np.broadcast_to(start[None, :], between.shape)[between][order]
+    # The ranks of each node's own transfers, in ascending order, node by node.
+    both = np.concatenate((starts, ends))
+    ranks = np.concatenate((np.arange(times.size),) * 2)
+    by_node = np.lexsort((ranks, both))
+    bounds = np.searchsorted(both[by_node], np.arange(len(numbers) + 1))
+    slow = {}
+    for node in dict.fromkeys(node for node, _ in arrivals):
+        low, high = bounds[numbers[node]], bounds[numbers[node] + 1]
+        own = ranks[by_node[low:high]]
+        others = times.size - own.size
+        if own.size and others:
+            shifts = own - np.arange(own.size)  # transfers of others before each
+            middle = np.array([(others - 1) // 2, others // 2])
+            usual = float(times[middle + np.searchsorted(shifts, middle, side="right")].mean())
+            bound = max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+            slow[node] = bool(times[own[0]] > bound)
+    return slow
+
+
+class Links:
+    """Counts steps with slow links, and decides which server is left out or taken back."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, LeftOut] = {}
+
+    def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> None:
+        """Count for each server the steps in a row in which its node's link was slow."""
+        sources = [result.node for result in step.results]
+        arrivals = [
+            (node(slot), step.done[slot.index])
+            for slot in slots
+            if len(step.done[slot.index]) == len(sources)
+        ]
+        slow = slow_nodes(sources, arrivals)
+        for slot in slots:
+            if (is_slow := slow.get(node(slot))) is not None:
+                slot.slow = slot.slow + 1 if is_slow else 0
+
+    def slow(self, slots: Sequence[Slot]) -> Slot | None:
+        """Return the first server whose link has been slow for too long."""
+        return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
+
+    def leave_out(self, server: str, node: str, now: float) -> None:
+        known = self.left_out.get(server)
+        interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
+        self.left_out[server] = LeftOut(node, now + interval, interval)
+
+    def take_back(self) -> str | None:
+        """Return a left-out server whose link is good again, and begin to count anew."""
+        for server, out in self.left_out.items():
+            if out.good >= GOOD_PROBES:
+                out.good = 0
+                return server
+        return None
+
+    def probe(self, fleet: Fleet, size: int) -> Probe | None:
+        """Return a probe of a left-out server's node against another node, if one is due.
+
+        size: bytes of a slice.
+        """
+        for server, out in self.left_out.items():
+            others = [node for node in fleet.worker_nodes() if node != out.node]
+            if fleet.has(server) or fleet.now < out.probe_at or len(others) < 2:
+                continue
+            out.probe_at = fleet.now + out.interval
+            low, high = PROBE_BYTES
+            probed = min(max(size, low), high)
+            seconds = SLOW_SECONDS * min(probed / max(size, 1), 1.0)  # for fewer bytes, less
+            ways = [(out.node, others[0]), (others[1], others[0])]
+            return Probe("left out", ways, probed, out, seconds)
+        return None
+
+    def probed(self, call: Probe, found: Mapping[Way, float]) -> None:
+        """Count good probes in a row."""
+        assert call.out is not None
+        mine, usual = (found.get(way, inf) for way in call.ways)
+        limit = max((1 + SLOW_FACTOR) / 2 * usual, usual + call.seconds / 2)
+        call.out.good = call.out.good + 1 if mine <= limit < inf else 0

@@ -1,0 +1,201 @@
+"""The recovery machine: it receives events about servers, and answers with calls.
+
+It reads no clock and makes no call of its own, so that a transcript of events and calls is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.core.logs import logger_of
+from paceline.core.protocol import Coefficients, TaskId
+from paceline.engines.ray.servers.events import (
+    Add,
+    CopyLost,
+    Event,
+    HeldTold,
+    ModelMissed,
+    Probed,
+    Reduced,
+    Remove,
+    ResultsUnusable,
+    ServerLost,
+    ServerRaised,
+    Ship,
+    SlotEvent,
+    Started,
+    StateKept,
+    StepTaken,
+)
+from paceline.engines.ray.servers.fleet import Fleet, Settings
+from paceline.engines.ray.servers.links import Links
+from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.recovery import Recovery
+from paceline.engines.ray.servers.routes import Routes
+from paceline.engines.ray.servers.slices import Copy, Result, Results, Slot
+from paceline.engines.ray.servers.steps import Do, Steps
+
+if TYPE_CHECKING:  # which needs ray
+    from paceline.engines.ray.worker import Token
+
+logger = logger_of(__name__)
+
+
+class Machine:
+    """Decides what servers do, one event after the other.
+
+    copies: of the slices at the start, by server.
+    do: makes a call at once. An event that the call itself brings about may come before it ends.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        placement: Placement,
+        copies: dict[str, Copy],
+        do: Do,
+    ) -> None:
+        self._settings, self._fleet, self._placement, self._do = settings, fleet, placement, do
+        self.results, self.links = Results(), Links()
+        self.steps = Steps(settings, fleet, do, self.links, copies)
+        self.routes = Routes(placement, fleet, do, settings.timeout / 2)
+        self.recovery = Recovery(self.steps, self.results, self.routes, placement, fleet, do)
+
+    def start(self) -> None:
+        """Set all servers up."""
+        for slot in self.steps.slots:
+            self.recovery.set_up(slot)
+
+    # --- results and steps -----------------------------------------------------------------------
+
+    def expect(self, result: Result) -> None:
+        """Expect the answer to a task that was sent."""
+        self.results.expected[result.task.id] = result
+
+    def accept(self, token: Token, samples: int, loss: float | None) -> bool:
+        """Hold a result for a step; return False if no step can use it."""
+        result = self.results.expected.get(token.task)
+        if result is None or result.token != token:
+            return False
+        del self.results.expected[token.task]
+        for slot in self.steps.slots:  # until its next task, this worker holds that model
+            if self.steps.node(slot) != result.node:
+                slot.held = max(slot.held, result.model.number)
+        if token.task in self.results.again:
+            self.recovery.computed_again(self.results.again.pop(token.task), result)
+            return False
+        result.loss, result.samples = loss, samples
+        self.results.held[token.task] = result
+        return True
+
+    def drop(self, task: TaskId, lost: bool) -> None:
+        """Forget a task and its result; lost: with the worker that was to compute it."""
+        self.results.expected.pop(task, None)
+        self.results.held.pop(task, None)
+        if lost and task in self.results.again:
+            self.recovery.compute_again(self.results.again[task])
+
+    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+        """Take a step along held results."""
+        held = self.results.held
+        results = [held[task] if keep else held.pop(task) for task in weights]
+        self.steps.add(list(weights.values()), results)
+        self._advance()
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Make the calls that an event leads to."""
+        match event:
+            case ServerLost(server, why):
+                self.recovery.lose(server, why)
+            case ServerRaised():
+                self.recovery.raised(event)
+            case Probed():
+                self._probed(event)
+            case ModelMissed():
+                self.recovery.recover_idle()
+                self.routes.check()
+            case _:
+                if self.steps.has(event.call.slot):  # an answer may be of the cut before
+                    self._handle_for_slot(event)
+
+    def _handle_for_slot(self, event: SlotEvent) -> None:
+        match event:
+            case Started():
+                self.recovery.started(event)
+                self._advance()
+                self._do(Ship())
+            case Reduced():
+                self.steps.reduced(event)
+            case StepTaken():
+                self._step_taken(event)
+            case StateKept():
+                self.steps.state_kept(event)
+                self._advance()
+            case HeldTold():
+                self.recovery.rescued(event)
+            case CopyLost():
+                self.recovery.copy_lost(event)
+            case ResultsUnusable():
+                if event.late:
+                    self.routes.check()
+                self.recovery.results_unusable(event)
+
+    def _step_taken(self, event: StepTaken) -> None:
+        self.steps.taken(event)
+        if event.call.step.model.whole:
+            self.steps.forget()
+            self._advance()
+            self._do(Ship())
+        if self.steps.has(event.call.slot):  # the model may have been cut anew
+            self.steps.feed(event.call.slot)
+
+    def _probed(self, event: Probed) -> None:
+        match event.call.purpose:
+            case "routes":
+                self.routes.confirm(event.seconds)
+            case "failed routes":
+                self.recovery.lose_cut_off(event.seconds)
+            case "left out":
+                self.links.probed(event.call, event.seconds)
+
+    # --- between two steps -----------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Send the next step to the servers, if they are done with the one before."""
+        if not self.steps.is_due():
+            return
+        if (slow := self.links.slow(self.steps.slots)) is not None:
+            self._leave_out(slow)
+        elif (back := self.links.take_back()) is not None:
+            self._take_back(back)
+        self.steps.begin()
+        size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)
+        if (probe := self.links.probe(self._fleet, size)) is not None:
+            self._do(probe)
+        self._do(Ship())
+
+    def _leave_out(self, slow: Slot) -> None:
+        """Cut the model anew among the other servers."""
+        logger.warning(
+            "the link to server %s was slow for %d steps in a row: its slice goes to the others",
+            slow.server,
+            slow.slow,
+        )
+        self.links.leave_out(slow.server, self.steps.node(slow), self._fleet.now)
+        self._cut([slot.server for slot in self.steps.slots if slot is not slow])
+        self._do(Remove(slow.server))
+        self._placement.release(slow.server)
+
+    def _take_back(self, server: str) -> None:
+        """Cut the model anew among the servers and a left-out server."""
+        logger.warning("the link to server %s is good again: it gets a slice", server)
+        self._do(Add(server))
+        self._cut([*(slot.server for slot in self.steps.slots), server])
+
+    def _cut(self, servers: list[str]) -> None:
+        self.steps.cut(servers)
+        self.start()

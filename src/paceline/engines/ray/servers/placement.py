@@ -1,0 +1,65 @@
+"""The node of each server: the alive worker node with the fewest servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+Pair = frozenset[str]
+"""Two nodes."""
+
+
+class Placement:
+    """Chooses a node for each server process.
+
+    nodes: of each server at the start.
+    workers: returns the nodes that have workers, in a fixed order.
+    """
+
+    def __init__(self, nodes: Mapping[str, str], workers: Callable[[], Sequence[str]]) -> None:
+        self.nodes, self.workers = dict(nodes), workers
+        self.cut: set[Pair] = set()  # nodes that cannot fetch objects from each other
+        self._failed: dict[str, str] = {}  # the node on which a server failed last
+
+    def avoid(self, name: str) -> None:
+        """Start a server on another node the next time, if there is one."""
+        self._failed[name] = self.nodes[name]
+
+    def release(self, name: str) -> None:
+        """Stop counting a server."""
+        self.nodes.pop(name, None)
+        self._failed.pop(name, None)
+
+    def choose(self, name: str, alive: Collection[str]) -> str | None:
+        """Return the node for a new process of a server, and count it there; None if none is alive.
+
+        Of the worker nodes that reach all others: not the one where the server failed last; the
+        fewest other servers; the node where the server was, since its copies are in that node's
+        store; the order of the nodes.
+        """
+        nodes = self._candidates(alive)
+        count = Counter(node for other, node in self.nodes.items() if other != name)
+        before = self.nodes.get(name)
+
+        def rank(node: str) -> tuple[bool, int, bool]:
+            return self._failed.get(name) == node, count[node], node != before
+
+        chosen = min(nodes, key=rank, default=None)
+        if chosen is not None:
+            self.nodes[name] = chosen
+        return chosen
+
+    def has_reaching(self, alive: Collection[str]) -> bool:
+        """Return whether a node reaches all nodes that have workers, as far as is known."""
+        return any(not self.cut_off(node) for node in alive)
+
+    def _candidates(self, alive: Collection[str]) -> Sequence[str]:
+        workers = [node for node in self.workers() if node in alive]
+        for nodes in (workers, sorted(alive)):
+            if reaching := [node for node in nodes if not self.cut_off(node)]:
+                return reaching
+        return workers or sorted(alive)
+
+    def cut_off(self, node: str) -> list[str]:
+        """Return the worker nodes that a node cannot reach."""
+        return [other for other in self.workers() if frozenset((node, other)) in self.cut]

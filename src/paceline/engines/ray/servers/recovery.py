@@ -1,0 +1,290 @@
+"""Recovery after the loss of servers and nodes: of slices, their copies, and results.
+
+When a server is lost, another process takes over its slice, and repeats the missing steps. Until
+then the version is not whole, so that no step is ever half taken. Two cases differ. If only the
+process is lost, the next one starts from the newest slice and state: both are in its node's store
+and belong to the driver. If the node is lost, a worker elsewhere holds the slice from its last
+task, and a server elsewhere keeps the optimizer's state.
+
+If a result is lost with a node, any worker computes it again: a task gives the same result on every
+worker. The same holds for a result that a server refuses; its worker is then replaced.
+
+A server that raises an exception is lost as well. If the next process raises at the same step, the
+optimizer itself is at fault, and the exception reaches the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+
+from paceline.core.errors import ServersLost
+from paceline.core.logs import logger_of
+from paceline.engines.ray.servers.events import (
+    AskHeld,
+    CopyLost,
+    GiveState,
+    HeldTold,
+    ReadHeld,
+    Redo,
+    Refuse,
+    Replace,
+    ResultsUnusable,
+    ServerRaised,
+    SetUp,
+    Started,
+    Way,
+)
+from paceline.engines.ray.servers.fleet import Fleet
+from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.routes import Routes
+from paceline.engines.ray.servers.slices import Copy, Kept, Object, Result, Results, Slot
+from paceline.engines.ray.servers.steps import Do, Steps
+
+logger = logger_of(__name__)
+
+ATTEMPTS = 3
+"""How often a server starts from copies, or asks for results, that turn out to be lost."""
+
+
+class NoRoute(ServersLost):
+    """No node can fetch objects from all nodes that have workers."""
+
+
+class Recovery:
+    """Decides how each loss is recovered from; see the top of this file.
+
+    failure: the error after which no version becomes whole again.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        results: Results,
+        routes: Routes,
+        placement: Placement,
+        fleet: Fleet,
+        do: Do,
+    ) -> None:
+        self._steps, self._results, self._routes = steps, results, routes
+        self._placement, self._fleet, self._do = placement, fleet, do
+        self.failure: Exception | None = None
+
+    def fail(self, why: str) -> ServersLost:
+        """Return the error for a slice that cannot be recovered."""
+        self.failure = ServersLost(why)
+        return self.failure
+
+    # --- servers ---------------------------------------------------------------------------------
+
+    def set_up(self, slot: Slot) -> None:
+        """Have a slot's server start from its copy, and then take all steps since."""
+        copy = slot.newest
+        self._steps.starting.add(slot.index)
+        slot.sent = copy.version
+        for step in self._steps.history.log:
+            if step.version > copy.version:
+                step.stalled.discard(slot.index)
+                if step.totals is None:
+                    step.sums.pop(slot.index, None)  # of the former process
+                if not step.model.taken:
+                    step.done.pop(slot.index, None)
+        made = Object(), Object()
+        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made))
+
+    def started(self, event: Started) -> None:
+        """Note that a server has its slice, and send it the next step."""
+        call, steps = event.call, self._steps
+        slot, index = call.slot, call.slot.index
+        steps.starting.discard(index)
+        node = steps.node(slot)
+        slot.newest = Copy(call.version, [slot.span], [call.values, call.state], node)
+        steps.copy_state(slot, event.has_arrays)
+        for version in steps.history.versions():
+            same = version.spans[index : index + 1] == [slot.span]
+            if version.number == call.version and same:
+                # The former server's objects may be on another node, and be lost with it.
+                version.slices[index], version.nodes[index] = call.values, None
+                version.missing.discard(index)
+        steps.feed(slot)
+
+    def lose(self, server: str, why: str) -> None:
+        """Replace a lost server, and recover its slice."""
+        logger.warning("server %s is lost: %s", server, why)
+        steps, slot = self._steps, self._steps.slot_of(server)
+        steps.starting.add(slot.index)
+        if not self._fleet.joined(server):
+            self._placement.avoid(server)
+        for other in steps.slots:  # states that it kept are gone; the originals are not
+            kept = {v: state for v, state in other.states.items() if not _is_with(state, server)}
+            if len(kept) < len(other.states):
+                other.states = kept
+                steps.copy_state(other, True)
+        self._do(Replace(server))
+        if not self._fleet.has(server):
+            cut = self._placement.cut
+            raise self.fail(
+                f"server {server} was lost too often ({why}"
+                f"{f'; {self._routes.named(cut)}' if cut else ''}); the last whole version is "
+                f"{steps.history.last_whole}. Resume from a checkpoint, or allow more with "
+                "Ray(respawns=…)"
+            )
+        self.recover(slot)
+
+    def raised(self, event: ServerRaised) -> None:
+        """Replace a server that raised an exception, by one on another node if there is one."""
+        slot = self._steps.slot_of(event.server)
+        version = slot.newest.version
+        if slot.raised == version:
+            self.failure = event.error
+            raise event.error  # in a second process, at the same step: with its own traceback
+        slot.raised = version
+        self._placement.avoid(event.server)
+        self.lose(event.server, event.why)
+
+    def lose_cut_off(self, found: Mapping[Way, float]) -> None:
+        """Move servers away from nodes that cannot fetch from all worker nodes."""
+        cut = {frozenset(way) for way, seconds in found.items() if seconds == inf}
+        if not cut:
+            return
+        placement, routes = self._placement, self._routes
+        placement.cut |= cut
+        logger.warning("%s", routes.named(cut))
+        if not placement.has_reaching(self._fleet.alive()):
+            self.failure = NoRoute(
+                f"{routes.named(placement.cut)}, so that no node can have a server. "
+                "Open Ray's ports between these hosts, or use Ray(servers='driver')"
+            )
+            raise self.failure
+        for slot in list(self._steps.slots):
+            if away := placement.cut_off(placement.nodes[slot.server]):
+                names = ", ".join(map(self._fleet.address, away))
+                self.lose(slot.server, f"its node cannot fetch objects from {names}")
+
+    # --- slices ----------------------------------------------------------------------------------
+
+    def recover_idle(self) -> None:
+        """Recover slices whose node is lost without a call that failed.
+
+        An idle server has no call that could fail. Without its slice there are no results, and so
+        no call is made to it.
+        """
+        alive = self._fleet.alive()
+        for slot in self._steps.slots:
+            node = slot.newest.node
+            if slot.index not in self._steps.starting and node is not None and node not in alive:
+                self.recover(slot)
+
+    def recover(self, slot: Slot) -> None:
+        """Have a server start again from the newest copy that is left."""
+        copy = slot.newest
+        if copy.rescued or (copy.node is not None and copy.node not in self._fleet.alive()):
+            self._rescue(slot)
+        else:
+            self._start_from(slot, copy)
+
+    def _start_from(self, slot: Slot, copy: Copy) -> None:
+        slot.newest = copy
+        logger.warning("server %s starts from version %d", slot.server, copy.version)
+        self.set_up(slot)
+
+    def _rescue(self, slot: Slot) -> None:
+        """Ask all workers for the newest version of a slice on the nodes that are left."""
+        self._steps.starting.add(slot.index)
+        for version in self._steps.history.versions():
+            version.missing.add(slot.index)
+        self._do(AskHeld(slot.server, slot))
+
+    def rescued(self, event: HeldTold) -> None:
+        """Start from the newest version that has both a worker's slice and a kept state."""
+        slot, history = event.call.slot, self._steps.history
+        found = [
+            (version, worker)
+            for worker, versions in event.versions.items()
+            for version in versions
+            if version >= history.base.number and version in slot.states
+        ]
+        if not found:
+            raise self.fail(
+                f"the node of server {slot.server} is lost, and no worker has a version of its "
+                f"slice from {history.base.number} on; resume from a checkpoint"
+            )
+        newest, worker = max(found, key=lambda pair: pair[0])
+        state = slot.states[newest]
+        if isinstance(state, Kept):
+            keeper, state = state.server, Object()
+            self._do(GiveState(keeper, slot.index, newest, state))
+        values = Object()
+        self._do(ReadHeld(worker, newest, slot.span, values))
+        for version in history.versions():
+            same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
+            if version.number < newest or not same:
+                version.gone = True
+        self._start_from(slot, Copy(newest, [slot.span], [values, state], rescued=True))
+
+    def copy_lost(self, event: CopyLost) -> None:
+        slot = event.call.slot
+        slot.attempts += 1
+        if slot.attempts > ATTEMPTS:
+            raise self.fail(
+                f"the slice of server {slot.server} cannot be recovered ({event.error}); the last "
+                f"whole version is {self._steps.history.last_whole}. Resume from a checkpoint"
+            ) from event.error
+        self.recover(slot)
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def results_unusable(self, event: ResultsUnusable) -> None:
+        """Recompute the results that a server could not use."""
+        step, slot, pieces = event.call.step, event.call.slot, event.call.pieces
+        of, sent = pieces.results, pieces.slices
+        slot.sent = step.version - 1
+        alive = self._fleet.alive()
+        current = {i for i in range(len(of)) if of[i].slices is sent[i]}
+        bad = {of[i].task.id: (of[i], why) for i, why in event.bad.items() if i in current}
+        missing = [of[i] for i in (*event.lost, *event.late) if i in current]
+        again = [result for result, _ in bad.values()]
+        again += [result for result in missing if result.node not in alive]
+        if missing and not again:  # its node is there, or not yet known to be lost
+            slot.attempts += 1
+            if slot.attempts > ATTEMPTS:
+                again = missing
+        if not again:
+            self._steps.feed(slot)
+            return
+        step.stalled.add(slot.index)
+        for result in again:
+            if result.task.id not in self._results.again:
+                self._results.again[result.task.id] = result
+                if result.task.id in bad:
+                    self._do(Refuse(result.token, result.task, bad[result.task.id][1]))
+                logger.warning("the result of task %d is computed again", result.task.id)
+                self.compute_again(result)
+
+    def compute_again(self, result: Result) -> None:
+        """Recompute a result on the same version of the model."""
+        if result.model.gone:
+            raise self.fail(
+                f"the result of task {result.task.id} is lost, and so is version "
+                f"{result.model.number} of the model that it was computed on; resume from a "
+                "checkpoint"
+            )
+        # As many samples as the first time, without the budget. Parts are of the whole batch: a
+        # task computes all of them or none.
+        task, work = result.task, replace(result.task.work, budget=inf)
+        samples = result.samples // work.steps if work.parts is None else task.samples
+        self._do(Redo(replace(task, work=work, samples=samples), result.model))
+
+    def computed_again(self, old: Result, new: Result) -> None:
+        """Put a new result in the place of a lost one, and send the steps that waited for it."""
+        old.spans, old.slices, old.node = new.spans, new.slices, new.node
+        for step in self._steps.history.log:
+            if step.stalled and not any(r.task.id in self._results.again for r in step.results):
+                stalled, step.stalled = step.stalled, set()
+                for index in sorted(stalled):
+                    self._steps.feed(self._steps.slots[index])
+
+
+def _is_with(state: Object | Kept, server: str) -> bool:
+    return isinstance(state, Kept) and state.server == server

@@ -1,0 +1,334 @@
+"""The shell around the recovery machine: it makes the machine's calls on Ray.
+
+It decides nothing. Answers become events; answers of a server's former life are dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from paceline.core.protocol import Task, Want
+from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
+from paceline.engines.ray.failures import reason_of
+from paceline.engines.ray.pool import Member, Pool
+from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
+from paceline.engines.ray.servers.events import (
+    Add,
+    Apply,
+    AskHeld,
+    Call,
+    CopyLost,
+    Event,
+    GiveState,
+    HeldTold,
+    KeepState,
+    Pieces,
+    Probe,
+    Probed,
+    ReadHeld,
+    Redo,
+    Reduce,
+    Reduced,
+    Refuse,
+    Remove,
+    Replace,
+    Report,
+    Request,
+    ResultsUnusable,
+    ServerCall,
+    ServerLost,
+    ServerRaised,
+    SetUp,
+    Ship,
+    Started,
+    StateKept,
+    StepTaken,
+    TakeStep,
+    Trust,
+)
+from paceline.engines.ray.servers.fleet import Settings
+from paceline.engines.ray.servers.machine import Machine
+from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.server import Unusable
+from paceline.engines.ray.servers.slices import Copy, Kept, Step, Version
+from paceline.engines.ray.servers.transfers import Transfers, ask_all
+from paceline.engines.ray.worker import Gone, Token
+from paceline.learners.base import Server
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+
+# The errors of a call that works on a lost object.
+_LOST = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, Gone, Unusable)
+_SHORT = 10.0  # seconds for a small question to a worker
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The servers and workers of a job, and how to call them.
+
+    timeout, start_timeout: seconds for a call, and for the start of a server.
+    """
+
+    servers: Pool
+    placement: Placement
+    workers: Pool
+    carriers: Carriers
+    calls: Calls
+    timeout: float
+    start_timeout: float
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The requests that servers make to the engine.
+
+    stepped: reports a step.
+    changed: sends the tasks that wait for their model.
+    redo: has any worker compute a task again on its model.
+    refused: rejects a result that a server refused, before it is computed again.
+    """
+
+    stepped: Stepped
+    changed: Callable[[], None]
+    redo: Callable[[Task, Version], None]
+    refused: Callable[[Token, Task, str], None]
+
+
+class RayFleet:
+    """The machine's view of the processes."""
+
+    def __init__(self, processes: Processes, transfers: Transfers) -> None:
+        self._servers, self._workers = processes.servers, processes.workers
+        self._cluster, self._transfers = processes.servers.cluster, transfers
+
+    @property
+    def now(self) -> float:
+        return self._cluster.clock()
+
+    @property
+    def workers(self) -> int:
+        return len(self._workers.members)
+
+    @property
+    def probing(self) -> bool:
+        return self._transfers.running
+
+    def alive(self) -> Collection[str]:
+        return self._cluster.nodes()
+
+    def worker_nodes(self) -> Sequence[str]:
+        return self._workers.nodes()
+
+    def has(self, server: str) -> bool:
+        return server in self._servers.members
+
+    def joined(self, server: str) -> bool:
+        return self._servers.members[server].joined
+
+    def node(self, server: str) -> str:
+        place = self._servers.members[server].place
+        return place.node if place else ""
+
+    def address(self, node: str) -> str:
+        return self._cluster.address(node)
+
+
+class Shell:
+    """Makes the machine's calls, and turns their answers into events.
+
+    The machine holds the shell, and not the other way round. So the slices of a model are freed
+    with the machine.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        wants: frozenset[Want],
+        processes: Processes,
+        callbacks: Callbacks,
+        codec: Codec | None,
+    ) -> None:
+        self._server, self._wants, self._codec = server, sorted(wants, key=str), codec
+        self._processes, self._callbacks = processes, callbacks
+        self._pool, self._calls = processes.servers, processes.calls
+        self._workers, self._timeout = processes.workers, processes.timeout
+        self.transfers = Transfers(processes.workers, processes.calls)
+        self._machine: Callable[[], Machine | None] = lambda: None
+
+    def machine(self, copies: dict[str, Copy], wants: frozenset[Want]) -> Machine:
+        """Make the machine that this shell serves.
+
+        copies: of the slices at the start, by server.
+        """
+        server, processes = self._server, self._processes
+        settings = Settings(
+            server.layout,
+            server.vector.itemsize,
+            server.needs_totals,
+            wants,
+            processes.timeout,
+            processes.carriers,
+            (INLINE_BYTES, CARRIED_BYTES),
+        )
+        fleet = RayFleet(processes, self.transfers)
+        machine = Machine(settings, fleet, processes.placement, copies, self._make)
+        self._machine = weakref.ref(machine)
+        return machine
+
+    def _handle(self, event: Event) -> None:
+        machine = self._machine()
+        if machine is not None:  # or the job has ended
+            machine.handle(event)
+
+    def _make(self, call: Call) -> None:
+        """Make a call of the machine."""
+        match call:
+            case SetUp() | TakeStep() | Reduce() | Apply():
+                self._call_server(call)
+            case KeepState():
+                self._keep_state(call)
+            case GiveState(keeper, index, version):
+                actor = self._pool.members[keeper].actor
+                call.state.ref = actor.give.remote(index, version)
+            case AskHeld():
+                self._ask_held(call)
+            case ReadHeld(worker, version, span):
+                actor = self._workers.members[worker].actor
+                call.values.ref = actor.held.remote(version, span)
+            case Probe():
+                then = partial(self._probed, call)
+                self.transfers.start(call.ways, call.size, _SHORT, then)
+            case _:
+                self._request(call)
+
+    def _request(self, request: Request) -> None:
+        """Start and end processes, or pass a request to the engine."""
+        match request:
+            case Replace(server):
+                self._pool.replace(self._pool.members[server])
+            case Remove(server):
+                self._pool.remove(server)
+            case Add(server):
+                self._pool.add(server)
+            case Trust(server):
+                self._pool.trust(server)
+            case Report(stats):
+                self._callbacks.stepped(dict(stats))
+            case Ship():
+                self._callbacks.changed()
+            case Redo(task, model):
+                self._callbacks.redo(task, model)
+            case Refuse(token, task, why):
+                self._callbacks.refused(token, task, why)
+
+    def _call_server(self, call: ServerCall) -> None:
+        member = self._pool.members[call.server]
+        timeout, actor = self._timeout, member.actor
+        match call:
+            case SetUp(_, version, span, copy=copy):
+                timeout = self._processes.start_timeout
+                done, call.values.ref, call.state.ref = actor.set_up.options(num_returns=3).remote(
+                    *(self._server.recipe(span), self._server.layout, span, version),
+                    *(self._processes.carriers, self._codec, copy.spans),
+                    *(part.ref for part in copy.parts),
+                )
+            case TakeStep(_, version, step=step, pieces=pieces):
+                done, call.values.ref, call.state.ref = actor.step.options(num_returns=3).remote(
+                    version, self._order(step, pieces)
+                )
+            case Reduce(_, version, step=step, pieces=pieces):
+                done = actor.reduce.remote(version, self._order(step, pieces))
+            case Apply(_, version, totals):
+                done, call.values.ref, call.state.ref = actor.apply.options(num_returns=3).remote(
+                    version, totals
+                )
+        self._await(call, member, done, timeout)
+
+    def _order(self, step: Step, pieces: Pieces) -> tuple[Any, ...]:
+        half = self._timeout / 2
+        return step.weights, self._wants, pieces.at, pieces.refs, pieces.nodes, half
+
+    def _await(self, call: ServerCall, member: Member, ref: Any, timeout: float) -> None:
+        """Report the answer, unless the server is lost before."""
+
+        def answered(future: Future[Any]) -> None:
+            if not self._pool.is_current(member):
+                return
+            error = future.exception(timeout=0)
+            if error is None:
+                self._handle(_answered(call, member, future.result(timeout=0)))
+            elif isinstance(error, ray.exceptions.RayTaskError):
+                self._handle(_raised(call, error))
+            else:
+                self._handle(ServerLost(member.name, reason_of(error)))
+
+        def overdue() -> None:
+            if self._pool.is_current(member):
+                why = f"did not answer in {timeout:g} s"
+                self._handle(ServerLost(member.name, why))
+
+        self._calls.add(ref, timeout, answered, overdue)
+
+    def _keep_state(self, call: KeepState) -> None:
+        member = self._pool.members[call.keeper]
+
+        def kept(future: Future[Any] | None = None) -> None:
+            done = future is not None and future.exception(timeout=0) is None
+            # A lost keeper may answer at its end.
+            has = done and self._pool.is_current(member)
+            keeper = Kept(member.name, member.incarnation) if has else None
+            self._handle(StateKept(call, keeper))
+
+        answer = member.actor.keep.remote(call.index, call.version, call.oldest, call.state.ref)
+        self._calls.add(answer, self._timeout, kept, kept)
+
+    def _ask_held(self, call: AskHeld) -> None:
+        server, alive = self._pool.members[call.server], self._pool.cluster.nodes()
+        asked = {
+            member: member.actor.holds.remote()
+            for member in self._workers.members.values()
+            if member.joined and member.place and member.place.node in alive
+        }
+
+        def told(versions: Mapping[Member, Sequence[int]]) -> None:
+            if self._pool.is_current(server):  # otherwise all were asked again
+                members = self._workers.members.values()
+                held = {m.name: versions[m] for m in members if m in versions}
+                self._handle(HeldTold(call, held))
+
+        ask_all(self._calls, asked, _SHORT, told)
+
+    def _probed(self, call: Probe, seconds: Mapping[tuple[str, str], float]) -> None:
+        self._handle(Probed(call, seconds))
+
+
+def _answered(call: ServerCall, member: Member, answer: Any) -> Event:
+    """Return a server's answer as an event."""
+    match call:
+        case SetUp():
+            member.place, member.joined = answer[0], True
+            return Started(call, answer[1])
+        case Reduce():
+            return Reduced(call, answer)
+        case TakeStep() | Apply():
+            return StepTaken(call, *answer)
+
+
+def _raised(call: ServerCall, error: ray.exceptions.RayTaskError) -> Event:
+    """Return as an event that a server raised an exception."""
+    cause = error.cause
+    match call:
+        case SetUp() if isinstance(cause, _LOST):
+            return CopyLost(call, error)
+        case TakeStep() | Reduce() if isinstance(cause, Unusable):
+            return ResultsUnusable(call, cause.lost, cause.late, cause.bad)
+    return ServerRaised(call.server, reason_of(error), error)

@@ -1,0 +1,130 @@
+"""The driver's state of a model in slices: versions, results, slices and steps, as references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.protocol import Coefficients, Stat, Task, TaskId
+from paceline.learners.base import Span, Sums
+
+if TYPE_CHECKING:  # which needs ray
+    from paceline.engines.ray.worker import Token
+
+
+@dataclass(eq=False, slots=True)
+class Object:
+    """An object in the cluster's stores, named before the call that returns it is made.
+
+    ref: the reference, which the shell sets when it makes the call.
+    """
+
+    ref: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The server process that keeps the optimizer's state of another server's slice."""
+
+    server: str
+    life: int
+
+
+@dataclass(eq=False)
+class Version:
+    """A version of the model, as its slices."""
+
+    number: int
+    spans: Sequence[Span]
+    slices: list[Object | None]
+    nodes: list[str | None]  # where a carrier has the slice
+    taken: bool = False  # whether all servers have taken the step to it, lost ones as well
+    missing: set[int] = field(default_factory=set)  # slices that were lost with their node
+    gone: bool = False  # whether such a slice cannot be recovered
+
+    @property
+    def known(self) -> bool:
+        return all(each is not None for each in self.slices)
+
+    @property
+    def whole(self) -> bool:
+        return self.taken and not self.missing
+
+
+@dataclass(eq=False)
+class Result:
+    """A worker's vector, as the references of its slices, and the task that it comes from."""
+
+    token: Token
+    task: Task
+    model: Version
+    spans: Sequence[Span]
+    slices: Sequence[Any]
+    node: str
+    messages: int = 1
+    samples: int = 0
+    loss: float | None = None
+
+
+@dataclass
+class Results:
+    """Results by task: not yet answered, held for a step, and used but lost."""
+
+    expected: dict[TaskId, Result] = field(default_factory=dict)
+    held: dict[TaskId, Result] = field(default_factory=dict)
+    again: dict[TaskId, Result] = field(default_factory=dict)  # a worker computes them once more
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A slice as of some version: values and state, in turn, of the parts that cover it."""
+
+    version: int
+    spans: Sequence[Span]
+    parts: Sequence[Object]
+    node: str | None = None  # whose loss would take the parts with it
+    rescued: bool = False  # whether to search the workers again if this copy is lost
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slice: its server, and the copy to start again from if the server is lost."""
+
+    index: int
+    span: Span
+    server: str
+    newest: Copy  # as the server left it
+    sent: int = -1  # the newest step that was sent to the server
+    held: int = -1  # the newest version that a worker on another node has
+    states: dict[int, Object | Kept] = field(default_factory=dict)  # by version
+    copied: int = -1  # the newest version whose state is elsewhere, if that was possible
+    attempts: int = 0
+    slow: int = 0  # steps in a row
+    raised: int = -1  # the version at which its former process raised an exception
+
+
+@dataclass(eq=False)
+class Step:
+    """A step on its way through the servers. Lists go by slot."""
+
+    version: int
+    weights: list[Coefficients]
+    results: list[Result]
+    stats: dict[Stat, float]
+    model: Version
+    states: list[Object | None] = field(default_factory=list)
+    sums: dict[int, Sums] = field(default_factory=dict)
+    totals: Sums | None = None
+    done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds to each arrival
+    stalled: set[int] = field(default_factory=set)  # slots that miss a result
+
+
+@dataclass(eq=False)
+class LeftOut:
+    """A server without a slice, because its node's link is slow."""
+
+    node: str
+    probe_at: float  # on the cluster's clock
+    interval: float
+    good: int = 0  # probes in a row

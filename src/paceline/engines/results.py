@@ -1,0 +1,137 @@
+"""The reducer of one process: holds results, decodes and weights them, steps, publishes the model.
+
+The simulator and the driver on Ray share it. Model servers take their steps in
+`engines/ray/servers/` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.codes.blocks import decoded
+from paceline.core.protocol import Coefficients, Stat, Stats, TaskId, Want, WorkerId
+from paceline.learners.base import Array, Server, mean_loss
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Bytes, Codec
+    from paceline.codecs.downlink import Downlink
+    from paceline.codecs.uplink import Receiver
+
+
+class Refused(Exception):
+    """A result that cannot be read; the text says why."""
+
+
+class Results:
+    """The results of a run until a step uses them, and the versions of the model that they make.
+
+    codec: decodes results; model_codec: encodes the model.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        wants: frozenset[Want],
+        codec: Codec | None = None,
+        model_codec: Codec | None = None,
+        version: int = 0,
+    ) -> None:
+        self._server, self._wants, self._codec = server, wants, codec
+        self.version = version
+        self._held: dict[TaskId, tuple[Array | None, float | None]] = {}  # vector and loss
+        self._receivers: dict[WorkerId, Receiver] = {}
+        self._downlink: Downlink | None = None
+        if model_codec is not None:
+            from paceline.codecs.downlink import Downlink
+
+            self._downlink = Downlink(model_codec, server.vector, server.layout.trained)
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def read(self, worker: WorkerId, packed: Bytes, wanted: bool = True) -> Array | None:
+        """Decode a worker's message; skip an unwanted one unless later messages build on it."""
+        receiver = self._receiver(worker)
+        if not wanted and not receiver.remembers:
+            return None
+        try:
+            return receiver.read(packed)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise Refused(f"its message cannot be read ({error})") from error
+
+    def _receiver(self, worker: WorkerId) -> Receiver:
+        """Return the receiver of a worker's messages."""
+        if worker not in self._receivers:
+            from paceline.codecs.uplink import Receiver
+
+            assert self._codec is not None  # there are messages
+            layout = self._server.layout
+            made = Receiver(self._codec, layout.size, layout.trained, layout.tensors)
+            self._receivers[worker] = made
+        return self._receivers[worker]
+
+    def forget(self, worker: WorkerId) -> None:
+        """Forget the messages of a lost worker: its replacement begins anew under its name."""
+        self._receivers.pop(worker, None)
+
+    def hold(self, task: TaskId, vector: Array | None, stats: Stats) -> None:
+        """Keep a result until a step uses it."""
+        self._held[task] = vector, stats.get("loss")
+
+    def vector(self, task: TaskId) -> Array | None:
+        """Return the vector of a held result."""
+        return self._held[task][0]
+
+    def drop(self, task: TaskId) -> None:
+        """Forget a result, if it is held."""
+        self._held.pop(task, None)
+
+    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> dict[Stat, float]:
+        """Take a step along held results; return its statistics."""
+        if missing := [task for task in weights if task not in self._held]:
+            raise RuntimeError(f"results of tasks {missing} are missing at a step: an engine's bug")
+        results = [self._held[task] if keep else self._held.pop(task) for task in weights]
+        factors = list(weights.values())
+        stats = mean_loss(factors, [loss for _, loss in results])
+        vectors = [vector for vector, _ in results if vector is not None]
+        plain, sums = decoded(factors, vectors, (0, self._server.layout.size))
+        self.version += 1
+        return stats | self._server.step(plain, sums, self._wants)
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def publish(self) -> Array:
+        """Return the model as workers get it: the newest version, or the public copy of it."""
+        if self._downlink is None:
+            return self._server.vector
+        return self._downlink.publish(self.version, self._server.vector)
+
+    def changes(self, known: int | None, version: int) -> list[Bytes] | None:
+        """Return the messages from a known version to another; None: send the whole model."""
+        return None if self._downlink is None else self._downlink.since(known, version)
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def save(self) -> tuple[dict[str, Array], dict[TaskId, float | None]]:
+        """Return the arrays of held results and of the public copy, and the losses of results."""
+        arrays = {f"result.{id}": v for id, (v, _) in self._held.items() if v is not None}
+        if self._downlink is not None:
+            arrays |= self._downlink.state_dict()
+        return arrays, {id: loss for id, (_, loss) in self._held.items()}
+
+    def load(
+        self,
+        arrays: Mapping[str, Array],
+        losses: Mapping[TaskId, float | None],
+        memories: Mapping[WorkerId, Mapping[str, Array]],
+    ) -> None:
+        """Restore a saved state; memories: the states of the workers' uplinks."""
+        for id, loss in losses.items():
+            vector = arrays.get(f"result.{id}")
+            self._held[id] = None if vector is None else np.array(vector), loss
+        if self._downlink is not None:
+            self._downlink.load_state_dict(arrays)
+        for worker, memory in memories.items():
+            self._receiver(worker).load_state_dict(dict[str, Any](memory))

@@ -1,0 +1,48 @@
+"""The description of one decentralized run that its engine receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.journal import Header, Journal
+from paceline.core.policy import Policy
+from paceline.core.protocol import WorkerId
+from paceline.data.partition.base import Partition
+from paceline.data.seeding import generator
+from paceline.gossip.node import Node
+from paceline.learners.base import Learner
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+
+
+@dataclass(frozen=True)
+class GossipJob:
+    """The learner, policy, data and codec that all nodes share."""
+
+    learner: Learner
+    policy: Policy  # each node runs a copy of it
+    headers: Mapping[WorkerId, Header]  # of each node's journal
+    seed: int = 0
+    tiles: Partition | None = None  # the data shards, one for each node
+    codec: Codec | None = None  # encodes messages
+    seconds: float = inf  # after which the run ends, even if no event comes
+
+    def coordinator(self, node: WorkerId) -> Coordinator:
+        """Make the coordinator of a node; the caller keeps its journal."""
+        header = self.headers[node]
+        return Coordinator(self.policy, header.batch, Journal(header, keep=False))
+
+    def node(self, name: WorkerId) -> Node:
+        """Make a node."""
+        peer = self.headers[name].peer
+        assert peer is not None
+        wants = self.policy.wants
+        seed = self.seed
+        if self.tiles is None:  # with one seed all nodes would sample the same data
+            seed = int(generator(seed, list(self.headers).index(name)).integers(1 << 62))
+        return Node(peer, self.learner, seed, self.tiles, self.codec, wants)

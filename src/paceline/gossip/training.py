@@ -1,0 +1,163 @@
+"""One decentralized run, which `Trainer.fit` starts under `Gossip`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.core.journal import Header, Journal
+from paceline.core.protocol import Peer, Prices, WorkerId
+from paceline.core.state import describe
+from paceline.data.partition import even
+from paceline.data.partition.base import Partition
+from paceline.gossip.engine import GossipEngine
+from paceline.gossip.job import GossipJob
+from paceline.gossip.metrics import GossipMeters
+from paceline.gossip.node import consensus, mean_of, tensors_of
+from paceline.gossip.policy import Gossip
+from paceline.learners.arrays import TimingOnly
+from paceline.learners.base import Array, Learner
+from paceline.report.callbacks import Callback, Progress, progress_of
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The limits of a run over all nodes: steps of nodes, samples, seconds, or a condition."""
+
+    steps: float = inf
+    samples: float = inf
+    seconds: float = inf
+    until: Callable[[Progress], bool] | None = None
+
+    def reached(self, meter: GossipMeters) -> str | None:
+        total = meter.total
+        if total.version >= self.steps:
+            return f"{total.version} steps taken by {len(meter.nodes)} nodes"
+        if total.samples_used >= self.samples:
+            return f"{total.samples_used} samples used"
+        if total.columns["seconds"][-1] >= self.seconds:
+            return f"{total.columns['seconds'][-1]:g} seconds passed"
+        return None
+
+
+class GossipTraining:
+    """The journals, metrics and models of one decentralized run."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        policy: Gossip,
+        tiles: Partition | None,
+        codec: Codec | None,
+        seed: int,
+        about: Mapping[str, Any],
+        prices: Prices,
+        journals: Callable[[WorkerId], Path | None],
+    ) -> None:
+        nodes = policy.graph.nodes
+        if isinstance(learner, TimingOnly):
+            raise ValueError("Timing has no model to send to neighbors; use Quadratic to try times")
+        if learner.examples is not None and learner.examples < len(nodes):
+            raise ValueError(
+                f"{learner.examples} samples for {len(nodes)} nodes: each needs one of its own"
+            )
+        if tiles is None and learner.examples is not None:
+            tiles = even(learner.examples, len(nodes), seed=seed)
+        if tiles is not None and tiles.parts != len(nodes):
+            raise ValueError(
+                f"the data are in {tiles.parts} tiles and the graph has {len(nodes)} nodes; cut "
+                f"them into {len(nodes)}: the tile of a node is that of its place in the graph"
+            )
+        self.policy = replace(policy, tiled=tiles is not None)
+        tensors = tensors_of(learner.server().layout)
+        self.header = common = Header(
+            describe(self.policy), learner.batch_size, about, None, learner.message_bytes, prices,
+            () if tiles is None else tuple(tiles.sizes.tolist()),
+        )  # fmt: skip
+        headers = {
+            node: replace(common, peer=Peer(node, tuple(policy.graph.weights(node)), tensors))
+            for node in nodes
+        }
+        self.journals = {node: Journal(head, journals(node)) for node, head in headers.items()}
+        path = next(iter(self.journals.values())).path
+        self.meter = GossipMeters(headers, None if path is None else path.parent)
+        self._learner = learner
+        self._job = GossipJob(learner, self.policy, headers, seed, tiles, codec)
+        self._vectors: dict[WorkerId, Array] = {}
+
+    def train(
+        self,
+        engine: GossipEngine,
+        ends: Ends,
+        callbacks: Sequence[Callback],
+        begun: Callable[[], None],
+    ) -> str:
+        """Train until a limit is reached; return the reason.
+
+        begun: a callback for the start of the engine.
+        """
+        reason: str | None = None
+        nodes, examples = len(self.journals), self._learner.examples
+        with contextlib.ExitStack() as finally_:
+            finally_.callback(self.meter.close)
+            finally_.callback(engine.close)
+            for journal in self.journals.values():
+                finally_.callback(journal.close)
+            job = replace(self._job, seconds=ends.seconds)
+            for count, (node, entry) in enumerate(engine.entries(job)):
+                if count == 0:
+                    begun()
+                self.journals[node].append(entry)
+                if not self.meter.observe(node, entry) or reason is not None:
+                    continue
+                reasons: list[str] = []
+                reason = ends.reached(self.meter)
+                total = self.meter.total
+                if total.version % nodes == 0:
+                    progress = progress_of(
+                        total, examples, nodes, lambda: self._mean(engine.vectors()), reasons.append
+                    )
+                    progress = replace(
+                        progress,
+                        step=total.version // nodes,
+                        loss=float(np.mean(total.columns["loss"][-nodes:])),
+                    )
+                    for callback in callbacks:
+                        callback.stepped(progress)
+                    if ends.until is not None and ends.until(progress):
+                        reasons.append("the condition of until holds")
+                    if not isfinite(progress.loss):
+                        reasons.append(f"the loss is {progress.loss} at step {progress.step}")
+                reason = reason or (reasons[0] if reasons else None)
+                if reason is not None:
+                    engine.stop(reason)
+            self._vectors = engine.vectors()
+        return engine.reason or "all nodes have stopped"
+
+    def models(self) -> dict[WorkerId, Any]:
+        """Return the model of every node that was connected at the end."""
+        return {node: self._model(vector) for node, vector in self._vectors.items()}
+
+    def mean(self) -> Any:
+        """Return the mean of all models."""
+        return self._mean(self._vectors)
+
+    def summary(self) -> str:
+        return self.meter.lines(consensus(self._vectors))
+
+    def _mean(self, vectors: Mapping[WorkerId, Array]) -> Any:
+        return self._model(mean_of(vectors.values()))
+
+    def _model(self, vector: Array) -> Any:
+        server = self._learner.server()
+        server.vector[:] = vector
+        return server.model()

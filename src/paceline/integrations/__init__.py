@@ -1,0 +1,5 @@
+"""Other frameworks: Lightning modules as learners, and experiment trackers as callbacks."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,2 @@
+from . import trackers as trackers
+from .lightning import lightning_learner as lightning_learner

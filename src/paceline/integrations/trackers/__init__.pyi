@@ -1,0 +1,4 @@
+from .mlflow import MLflow as MLflow
+from .prometheus import Prometheus as Prometheus
+from .tensorboard import TensorBoard as TensorBoard
+from .wandb import WandB as WandB

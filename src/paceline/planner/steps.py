@@ -1,0 +1,96 @@
+"""A plan by the cost per step, if the steps to a loss are unknown.
+
+The planner can forecast the number of steps only for SGD on a measured curvature. Without it,
+policies can still be compared if they need equally many steps: if every step averages the gradient
+of one whole batch at the newest model. Stale gradients, local steps and smaller batches change the
+number of steps, so policies that use them are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import nan
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import StalledError
+from paceline.planner.forecast.forecast import COSTS, step_costs, summed_steps, timed
+from paceline.planner.forecast.timeline import Timeline
+from paceline.planner.grid import Candidate
+from paceline.planner.measure.profile import Profile
+from paceline.planner.search import TIE, Entry, Goal, Look, figure_of
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.codecs.base import Codec
+
+NOTE = (
+    "compared are policies whose every step averages the gradient of a whole batch at the newest "
+    "model: they need equally many steps. Stale gradients and local steps are left out. k_sync, "
+    "bandit, rennala and ata take the batch from the quicker workers: where workers hold data of "
+    "their own, the data of slow workers count less"
+)
+_FINALISTS, _SEEDS = 8, 4
+_LOOKS = 0.7  # approximate share of the time for first looks
+_EXACT = 1e-6  # relative, for rounding
+
+
+def rank(
+    profile: Profile,
+    candidates: Sequence[Candidate],
+    goal: Goal,
+    target: float,
+    learning_rate: float | None,
+    seeds: int | None,
+    seed: int,
+    on_progress: Callable[[float], None],
+) -> tuple[list[Entry], list[Look]]:
+    """Return the best candidates, and all first looks, both sorted by the cost of a step."""
+    own = (profile.optimizer or {}).get("lr", nan)
+    rate = float(own) if learning_rate is None else learning_rate
+    looks, first_costs = [], {}
+    for place, candidate in enumerate(candidates):
+        on_progress(_LOOKS * place / len(candidates))
+        try:
+            timeline = timed(candidate.policy, profile, candidate.codec, seed)
+        except StalledError:  # it waits for more results than can arrive
+            continue
+        if averages_whole_batches(timeline, profile.batch_size):
+            first_costs[place] = costs = step_costs(timeline)
+            figure = costs[COSTS.index("seconds" if goal == "time" else goal)]
+            looks.append(Look(candidate, place, rate, 0, figure))
+    looks.sort(key=lambda look: look.figure)
+    entries = {}
+    for place, look in enumerate(looks[:_FINALISTS]):
+        on_progress(_LOOKS + (1 - _LOOKS) * place / _FINALISTS)
+        each = look.candidate
+        more = (
+            step_costs(timed(each.policy, profile, each.codec, seed + number))
+            for number in range(1, seeds or _SEEDS)
+        )
+        found = summed_steps([first_costs[look.place], *more], profile.unknown, target, rate)
+        entries[look.place] = Entry(str(each), each.policy, each.codec, rate, found)
+    ranked = sorted(entries, key=lambda place: figure_of(entries[place].forecast, goal))
+    best = figure_of(entries[ranked[0]].forecast, goal)
+    close = [p for p in ranked if figure_of(entries[p].forecast, goal) <= best * (1 + TIE)]
+    first = min(close)  # the simplest of those within TIE
+    return [entries[p] for p in (first, *(p for p in ranked if p != first))], looks
+
+
+def averages_whole_batches(timeline: Timeline, batch: int) -> bool:
+    """Return whether each step is the mean gradient of a whole batch at the newest model."""
+    return all(
+        len(reads) == 1
+        and (reads[0].age, reads[0].steps) == (0, 1)
+        and abs(reads[0].weight - 1) < _EXACT
+        and reads[0].variance * batch < 1 + _EXACT
+        for reads in timeline.reads
+    )
+
+
+def one_codec(codecs: Sequence[Codec | None] | None, unknown: str) -> Codec | None:
+    """Return the only codec; refuse several, since the steps that each needs are unknown."""
+    if codecs is not None and len(codecs) > 1:
+        raise ValueError(
+            f"{len(codecs)} codecs are given, and the steps that each of them needs are unknown: "
+            f"{unknown}; give one, or None"
+        )
+    return codecs[0] if codecs else None

@@ -1,0 +1,1 @@
+"""The theory of asynchronous SGD: delay kernels, stability, speed and noise."""

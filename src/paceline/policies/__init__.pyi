@@ -1,0 +1,14 @@
+from . import selection as selection
+from .choosers import GrowOnNoise as GrowOnNoise
+from .choosers import GrowWhenStationary as GrowWhenStationary
+from .choosers import Schedule as Schedule
+from .choosers import bound_optimal as bound_optimal
+from .coded import Coded as Coded
+from .deadline import Deadline as Deadline
+from .gather import Gather as Gather
+from .gather import mean as mean
+from .gather import staleness_weighted as staleness_weighted
+from .placement.tiles import Placed as Placed
+from .wrappers import MinWorkers as MinWorkers
+from .wrappers import OnlyWorkers as OnlyWorkers
+from .wrappers import Until as Until

@@ -1,0 +1,1 @@
+"""Sets the size of each worker's task, and places data with workers."""

@@ -1,0 +1,240 @@
+"""The size of each worker's task, the data that it uses, and the weight of its result.
+
+By default every task is an equal share of the batch, from data that all workers can read.
+`BySpeed` gives fast workers larger shares. With `Placed` (tiles.py) the data stay with the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from paceline.core.protocol import (
+    Cancel,
+    Event,
+    Finished,
+    Left,
+    Result,
+    Task,
+    TaskId,
+    View,
+    Work,
+    WorkerId,
+)
+from paceline.core.schema import Schema
+from paceline.data.partition.base import Partition
+from paceline.data.placement import Most, limits, shares
+from paceline.policies.selection.arms import response
+
+_LEAST = 1e-12  # seconds a sample: a lower bound, so that no speed is infinite
+_CUT_SHORT = 2.0  # assumed full time of a cancelled task, as a multiple of the time it ran
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """Sets the sizes, the data and the weights of a policy's tasks."""
+
+    @property
+    def tiles(self) -> Partition | None:
+        """The partition of the data into tiles (data shards); None: workers use all data."""
+
+    def check(self, workers: int, samples: Sequence[float]) -> None:
+        """Raise ValueError if the placement cannot work with this many workers.
+
+        samples: the size of each result of a step, if all workers are equally fast.
+        """
+
+    def learn(self, view: View, news: Event | Cancel) -> None:
+        """Update from an event, or from a task that is about to be cancelled."""
+
+    def sizes(
+        self,
+        view: View,
+        workers: Sequence[WorkerId],
+        each: float,
+        total: int | None,
+        among: Collection[WorkerId] | None,
+    ) -> dict[WorkerId, int]:
+        """Return the number of samples for each worker that gets a task now.
+
+        each: the samples per worker if all were equally fast.
+        total: the samples of all these workers together; None: other workers have tasks already.
+        among: the workers that have or get a task; None: all workers.
+        """
+
+    def work(self, view: View, worker: WorkerId, work: Work) -> Work:
+        """Return the work with the tiles that its samples come from."""
+
+    def redo(self, worker: WorkerId, lost: Mapping[TaskId, Task]) -> Task | None:
+        """Return the first lost task that a worker has the data for."""
+
+    def weigh(self, results: Collection[Result], k: int) -> dict[TaskId, float] | None:
+        """Return the weights of a step's results, in order; None: the policy sets them."""
+
+    def awaited(self, view: View) -> list[WorkerId]:
+        """Return the connected workers that the next step needs and that have no result yet."""
+
+
+def as_placement(given: object) -> Placement:
+    """Return the given placement; raise ValueError if it is not one."""
+    if isinstance(given, type) or not isinstance(given, Placement):
+        raise ValueError(
+            f"placement={given!r}: give an object, pl.BySpeed() or pl.policies.Placed(partition)"
+        )
+    return given
+
+
+class Pace:
+    """The speed of each worker in samples a second, smoothed over its tasks."""
+
+    schema = Schema("pace", 1, {"seconds": "_seconds", "total": "_total", "seen": "_seen"})
+
+    def __init__(self, smoothing: float) -> None:
+        self._smoothing = smoothing
+        self._seconds: dict[WorkerId, float] = {}  # per sample, of each connected worker
+        self._total = 0.0  # sum of the workers' speeds
+        self._seen = 0.0  # when the last result arrived
+
+    def learn(self, view: View, news: Event | Cancel) -> None:
+        if (seen := response(view, news, self._seen)) is not None:
+            self._observe(*seen)
+        match news:
+            case Finished(id):
+                self._seen = view.held[id].at
+            case Left(worker) if worker in self._seconds:
+                self._total -= 1 / self._seconds.pop(worker)
+
+    def _observe(self, worker: WorkerId, seconds: float, ended: bool) -> None:
+        before = self._seconds.get(worker)
+        if not ended:
+            seconds *= _CUT_SHORT
+            if before is not None and seconds < before:
+                return  # no information: the task was expected to take longer
+        after = seconds = max(seconds, _LEAST)
+        if before is not None:
+            after = before + self._smoothing * (seconds - before)
+            self._total -= 1 / before
+        self._seconds[worker] = after
+        self._total += 1 / after
+
+    @property
+    def mean(self) -> float:
+        """The mean of all known speeds; 1 if no speed is known."""
+        return self._total / len(self._seconds) if self._seconds else 1.0
+
+    def of(self, workers: Iterable[WorkerId]) -> list[float]:
+        """Return the speeds of workers; an unknown speed is set to the mean."""
+        seconds, mean = self._seconds, self.mean
+        return [1 / seconds[w] if w in seconds else mean for w in workers]
+
+    def known(self) -> dict[WorkerId, float]:
+        """Return the speed of each worker that was measured."""
+        return {worker: 1 / seconds for worker, seconds in self._seconds.items()}
+
+
+def sized(
+    workers: Sequence[WorkerId],
+    amounts: Sequence[float],
+    mean: float,
+    each: float,
+    total: int | None,
+    max_samples: Most,
+) -> dict[WorkerId, int]:
+    """Return shares in proportion to amounts: of `total`, or such that `mean` gets `each`."""
+    given = limits(max_samples, workers)
+    if total is not None:
+        return dict(zip(workers, shares(total, amounts, 1, given), strict=True))
+    alone = [max(round(each * amount / mean), 1) for amount in amounts]
+    if given is not None:
+        alone = [int(min(pair)) for pair in zip(alone, given, strict=True)]
+    return dict(zip(workers, alone, strict=True))
+
+
+def check_most(max_samples: Most, workers: int, samples: Sequence[float]) -> None:
+    """Raise ValueError for limits of unknown workers, and for limits too small for a step."""
+    names = [f"w{i}" for i in range(workers)]
+    if isinstance(max_samples, Mapping) and (
+        unknown := [name for name in max_samples if name not in names]
+    ):
+        raise ValueError(
+            f"max_samples names {', '.join(unknown)}; this engine has the workers w0 to "
+            f"w{workers - 1}"
+        )
+    given = limits(max_samples, names)
+    if given is None:
+        return
+    if min(given) < 1:
+        raise ValueError(f"max_samples={max_samples}: everyone needs one sample at least")
+    # The worst case: workers with the smallest limits, repeated if results exceed workers.
+    least = [*sorted(given)[: len(samples)], *[min(given)] * (len(samples) - workers)]
+    if sum(least) < sum(samples):
+        raise ValueError(
+            f"max_samples={max_samples}: {len(samples)} results within these limits may have "
+            f"{sum(least):g} samples, and a step needs {sum(samples):g}; use larger limits, or a "
+            "smaller batch"
+        )
+
+
+def check_smoothing(smoothing: float) -> None:
+    if not 0 < smoothing <= 1:
+        raise ValueError(f"smoothing={smoothing}: use a number above 0, up to 1 (the last alone)")
+
+
+@dataclass
+class BySpeed:
+    """Gives each worker a share of the batch in proportion to its measured speed.
+
+    All workers can read all data, so any worker may compute any sample. Results are weighted by
+    their samples, and the step is the gradient of the global batch for all shares. If a step waits
+    for all tasks, the shares add up to `batch_size`; if it waits for k only, about so on average.
+    max_samples: the samples that fit into a worker's memory: one limit for all, or by name.
+    smoothing: the weight of the last task in the average speed; 1: only the last task counts.
+    """
+
+    max_samples: Most = None
+    smoothing: float = 0.3
+    _pace: Pace = field(init=False, repr=False, compare=False)
+    schema = Schema("by_speed", 1, parts={"pace": "_pace"})
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.smoothing)
+        self._pace = Pace(self.smoothing)
+
+    @property
+    def tiles(self) -> None:
+        return None
+
+    def check(self, workers: int, samples: Sequence[float]) -> None:
+        check_most(self.max_samples, workers, samples)
+
+    def learn(self, view: View, news: Event | Cancel) -> None:
+        self._pace.learn(view, news)
+
+    def sizes(
+        self,
+        view: View,
+        workers: Sequence[WorkerId],
+        each: float,
+        total: int | None,
+        among: Collection[WorkerId] | None,
+    ) -> dict[WorkerId, int]:
+        pace = self._pace
+        mean = pace.mean if among is None else sum(pace.of(among)) / len(among)
+        return sized(workers, pace.of(workers), mean, each, total, self.max_samples)
+
+    def work(self, view: View, worker: WorkerId, work: Work) -> Work:
+        return work
+
+    def redo(self, worker: WorkerId, lost: Mapping[TaskId, Task]) -> Task | None:
+        return next(iter(lost.values()), None)
+
+    def weigh(self, results: Collection[Result], k: int) -> None:
+        return None
+
+    def awaited(self, view: View) -> list[WorkerId]:
+        return []
+
+    def speeds(self) -> dict[WorkerId, float]:
+        """Return the samples a second of each worker that was measured."""
+        return self._pace.known()

@@ -1,0 +1,9 @@
+from .indices import KL as KL
+from .indices import LCB as LCB
+from .indices import Bounded as Bounded
+from .indices import Greedy as Greedy
+from .indices import Index as Index
+from .indices import SubExponential as SubExponential
+from .indices import Thompson as Thompson
+from .selectors import Allocate as Allocate
+from .selectors import Bandit as Bandit

@@ -1,1 +1,0 @@
-"""Trackers and metrics that people already use, as callbacks of a trainer."""

@@ -1,0 +1,1 @@
+"""The trainer, the runs that it makes, and their checkpoints."""

@@ -1,0 +1,243 @@
+"""The files of one checkpoint: how they are written, and how they are checked before use.
+
+Arrays are in safetensors, the rest in JSON; a manifest has the hash of each file. Nothing in them
+is ever executed, and no memory is allocated for data that a file claims but does not contain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save, save_file
+
+from paceline.core.errors import CheckpointError
+from paceline.learners.base import Array, Saved
+
+FORMAT = 3
+MANIFEST, MODEL, ARRAYS, STATE = (
+    "manifest.json",
+    "model.safetensors",
+    "state.safetensors",
+    "state.json",
+)
+_MOST_JSON = {MANIFEST: 2**20, STATE: 2**30}  # bytes; the ledger of a million workers has far less
+_PARTS = {"step": int, "about": dict, "coordinator": dict, "server": dict}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The complete state of a run, from which it can continue."""
+
+    step: int
+    about: Mapping[str, Any]
+    coordinator: Mapping[str, Any]
+    server: Saved
+    engine: Saved | None
+
+
+Kind = tuple[str, tuple[int, ...]]
+"""The dtype of an array, as safetensors names it, and its shape."""
+Exported: TypeAlias = Mapping[str, Any]
+"""The tensors of a model by name: all numpy's, or all torch's, which has bfloat16 and others."""
+
+
+def fill(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None = None) -> None:
+    """Write the files of a checkpoint into an empty folder, the manifest last."""
+    arrays = {f"server/{name}": array for name, array in snapshot.server.arrays.items()}
+    data: dict[str, Any] = {
+        "step": snapshot.step,
+        "about": snapshot.about,
+        "coordinator": snapshot.coordinator,
+        "server": snapshot.server.data,
+        "engine": None,
+    }
+    if snapshot.engine is not None:
+        arrays |= {f"engine/{name}": array for name, array in snapshot.engine.arrays.items()}
+        data["engine"] = snapshot.engine.data
+    try:
+        save_model(model, folder / MODEL)
+        save_file(contiguous(arrays), folder / ARRAYS)
+    except SafetensorError as error:  # raised for a full disk too
+        raise OSError(f"{folder}: {error}") from error
+    (folder / STATE).write_text(json.dumps(data, allow_nan=False))
+    files = {name: digest(folder / name) for name in (MODEL, STATE, ARRAYS)}
+    manifest: dict[str, Any] = {"format": FORMAT, "step": snapshot.step, "sha256": files}
+    if key is not None:
+        manifest["hmac"] = signature(manifest, key)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+class Files:
+    """The files of a complete checkpoint; each matches its hash in the manifest."""
+
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+        self.folder = folder
+        manifest = self._manifest(key)
+        for name in (MODEL, ARRAYS, STATE):
+            file = folder / name
+            if not file.is_file() or digest(file) != manifest["sha256"].get(name):
+                raise CheckpointError(f"{file} is not what its manifest says; use another")
+        data = _parse(folder / STATE)
+        wrong = [part for part, kind in _PARTS.items() if type(data.get(part)) is not kind]
+        if wrong or not isinstance(data.get("engine", 0), dict | None):
+            told = ", ".join(wrong or ["engine"])
+            raise CheckpointError(f"{folder / STATE} has no {told} as it should be; use another")
+        if data["step"] != manifest["step"]:
+            raise CheckpointError(
+                f"{folder} says step {manifest['step']} in its manifest and {data['step']} in its "
+                "state; use another"
+            )
+        self.data: dict[str, Any] = data
+        self.step: int = data["step"]
+
+    def _manifest(self, key: bytes | None) -> dict[str, Any]:
+        file = self.folder / MANIFEST
+        manifest = _parse(file)
+        step, hashes = manifest.get("step"), manifest.get("sha256")
+        if manifest.get("format", FORMAT) != FORMAT:
+            raise CheckpointError(
+                f"{self.folder} has format {manifest.get('format')}, and this paceline reads "
+                f"{FORMAT}; use the paceline that saved it, or start a new run from {MODEL}"
+            )
+        if "format" not in manifest or type(step) is not int or not isinstance(hashes, dict):
+            raise CheckpointError(f"{file} cannot be read: no format, step and sha256 in it")
+        if key is not None:
+            signed = {name: value for name, value in manifest.items() if name != "hmac"}
+            if not hmac.compare_digest(str(manifest.get("hmac")), signature(signed, key)):
+                raise CheckpointError(
+                    f"{file} is not signed with this key; use another, or Checkpoints(key=…) with "
+                    "the key that it was saved with"
+                )
+        return manifest
+
+    def kinds(self, name: str) -> dict[str, Kind]:
+        """Return dtype and shape of the arrays in a file; read its header only."""
+        try:
+            with safe_open(self.folder / name, framework="np") as opened:
+                slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+                return {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
+        except Exception as error:  # safetensors, numpy and the OS have different errors
+            raise self._unreadable(name, error) from error
+
+    def arrays(self, name: str, framework: Literal["np", "pt"] = "np") -> Iterator[tuple[str, Any]]:
+        """Yield the name and value of each array of a file, as numpy arrays or torch tensors."""
+        try:
+            with safe_open(self.folder / name, framework=framework) as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    yield key, opened.get_tensor(key)
+        except Exception as error:
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.folder / name} cannot be read: {error}")
+
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot, with its arrays loaded."""
+        arrays, data, engine = dict(self.arrays(ARRAYS)), self.data, None
+        if data["engine"] is not None:
+            engine = Saved(_under("engine/", arrays), data["engine"])
+        server = Saved(_under("server/", arrays), data["server"])
+        return Snapshot(self.step, data["about"], data["coordinator"], server, engine)
+
+
+def save_model(model: Exported, file: Path) -> None:
+    """Write a model's tensors, each in its own dtype."""
+    if all(map(_is_array, model.values())):
+        save_file(contiguous(model), file)
+        return
+    from safetensors.torch import save_file as save_tensors
+
+    save_tensors({name: tensor.contiguous() for name, tensor in model.items()}, file)
+
+
+def check_exported(model: Exported) -> None:
+    """Refuse a model that cannot be written, before it is trained."""
+    for name, tensor in model.items():
+        try:
+            kind_of(tensor)
+        except Exception as error:  # from torch, from safetensors, or from no tensor
+            raise CheckpointError(
+                f"{name!r} of the model cannot be saved ({type(error).__name__}: {error}); make it "
+                "a dense tensor of a dtype that safetensors has, or leave checkpoints= out"
+            ) from error
+
+
+def kind_of(tensor: Any) -> Kind:
+    """Return dtype and shape as `Files.kinds` does, by serializing the first value."""
+    first = written(tensor.reshape(-1)[:1])
+    header = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])
+    return header[""]["dtype"], tuple(tensor.shape)
+
+
+def written(tensor: Any) -> bytes:
+    """Return the serialized array or tensor, to compare values of any dtype."""
+    if _is_array(tensor):
+        return save({"": np.asarray(tensor, order="C")})
+    from safetensors.torch import save as save_tensor
+
+    found: bytes = save_tensor({"": tensor.contiguous()})
+    return found
+
+
+def _is_array(tensor: Any) -> bool:
+    return isinstance(tensor, np.ndarray | np.generic)
+
+
+def contiguous(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    # Not ascontiguousarray, which makes a vector of a scalar (Adam's step, BatchNorm's count).
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
+
+
+def digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def signature(manifest: Mapping[str, Any], key: bytes) -> str:
+    """Return the HMAC of a manifest's content, whatever its layout."""
+    plain = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hmac.new(key, plain.encode(), "sha256").hexdigest()
+
+
+def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    """Read a JSON object; refuse repeated names and numbers that are not finite."""
+    try:
+        if file.stat().st_size > (most := _MOST_JSON[file.name]):
+            raise ValueError(f"it is larger than {most} bytes")
+        data = json.loads(
+            file.read_text(encoding="utf-8"),
+            object_pairs_hook=_once,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} cannot be read: it is no object")
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return value

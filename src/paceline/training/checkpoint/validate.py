@@ -1,0 +1,178 @@
+"""Validation of a checkpoint against the trainer that resumes it.
+
+Hashes do not suffice, since anyone can make them.
+Every part is compared with the trainer's own state before the trainer loads it. A state with other
+arrays, fields or types is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+
+from paceline.core.coordinator import Coordinator
+from paceline.core.errors import CheckpointError
+from paceline.core.ledger import Ledger
+from paceline.core.policy import Policy
+from paceline.core.protocol import Result, Task
+from paceline.core.schema import SchemaError, same_kind
+from paceline.core.state import decode
+from paceline.learners.base import Saved, Server
+from paceline.training.checkpoint.files import ARRAYS, MODEL, Files, Kind, kind_of, written
+
+
+def check_server(server: Server, files: Files) -> None:
+    """Refuse arrays and settings that differ from those of this new server at that step."""
+    center = getattr(server, "center_name", None)  # a robust server wraps a plain one
+    server = getattr(server, "plain", server)
+    if files.step:  # an optimizer creates its state in its first step
+        server.step([1.0], [np.zeros_like(getattr(server, "vector", 0.0))], frozenset())
+    mine, kinds = server.save(), files.kinds(ARRAYS)
+    theirs = {n.removeprefix("server/"): k for n, k in kinds.items() if n.startswith("server/")}
+    expected = {name: kind_of(array) for name, array in mine.arrays.items()}
+    if "values" in expected:
+        values = expected["values"]
+        optional = {"previous": (values[0], (server.layout.trained,)), "age": ("I64", ())}
+        if center is not None:
+            optional[center] = values
+        expected |= {name: kind for name, kind in optional.items() if name in theirs}
+    known = {n for n, kind in theirs.items() if n not in expected and _is_later(n, kind, server)}
+    theirs = {name: kind for name, kind in theirs.items() if name not in known}
+    _compare(expected, theirs, files, ARRAYS)
+    exported = {name: kind_of(array) for name, array in server.export().items()}
+    _compare(exported, files.kinds(MODEL), files, MODEL)
+    odd = [n for n in kinds if not n.startswith(("server/", "engine/"))]
+    if odd:
+        raise _unfit(files, f"there is {odd[0]!r} in {ARRAYS}")
+    if files.data["engine"] is not None and "values" in expected:
+        for name, kind in kinds.items():
+            if name.startswith(("engine/model.", "engine/result.")) and kind != expected["values"]:
+                raise _unfit(files, f"{name!r} is {_told(kind)}, not {_told(expected['values'])}")
+    _alike(files.data["server"], mine.data, "server", files)
+
+
+def check_model(server: Server, files: Files) -> None:
+    """Refuse a saved model that differs from the saved state, which the server has loaded."""
+    mine = server.export()
+    arrays = all(isinstance(tensor, np.ndarray) for tensor in mine.values())
+    for name, saved in files.arrays(MODEL, "np" if arrays else "pt"):
+        if written(saved) != written(mine[name]):
+            raise _unfit(files, f"{name!r} in {MODEL} is not what {ARRAYS} says")
+
+
+def check_coordinator(policy: Policy, batch: int, files: Files) -> None:
+    """Refuse the state of another policy, and a ledger that contradicts itself."""
+    saved = files.data["coordinator"]
+    if set(saved) != {"policy", "ledger"}:
+        raise _unfit(files, f"the coordinator's state has the parts {sorted(saved)}")
+    coordinator = Coordinator(policy, batch)
+    try:
+        coordinator.load(saved)
+    except SchemaError as error:
+        raise _unfit(files, str(error)) from error
+    if wrong := _contradiction(coordinator.ledger, files.step):
+        raise _unfit(files, f"in its books, {wrong}")
+
+
+def check_engine(fresh: Saved, restored: Saved, files: Files) -> None:
+    """Refuse a simulator state that changes when a simulator loads and saves it."""
+    saved = files.data["engine"]
+    _alike(saved, fresh.data, "engine", files)
+    if restored.data != saved:
+        raise _unfit(files, "the engine does not take its state over as it is")
+    state = decode(saved)
+    numbers = [state["now"], state["ready"], *(at for at, _, _ in state["queue"])]
+    counts = [state["order"], state["version"], *(order for _, order, _ in state["queue"])]
+    if not all(type(n) in (int, float) and isfinite(n) for n in numbers):
+        raise _unfit(files, "the engine has a time that is no number")
+    if not all(type(n) is int and n >= 0 for n in counts) or state["version"] != files.step:
+        raise _unfit(files, "the engine is at another step")
+    if not all(isinstance(task, Task) for task in state["tasks"]):
+        raise _unfit(files, "the engine has tasks that are none")
+
+
+def _compare(mine: Mapping[str, Kind], theirs: Mapping[str, Kind], files: Files, name: str) -> None:
+    for key in chain(mine, theirs):
+        if key not in theirs:
+            raise _unfit(files, f"{name} has no {key!r}")
+        if key not in mine:
+            raise _unfit(files, f"{name} has {key!r}, which this learner does not")
+        (dtype, shape), (other, found) = mine[key], theirs[key]
+        flat = len(shape) and found == (prod(shape),)  # servers of model slices save flat arrays
+        if dtype != other or (shape != found and not flat):
+            raise _unfit(files, f"{key!r} is {_told(theirs[key])}, not {_told(mine[key])}")
+
+
+def _is_later(name: str, kind: Kind, server: Server) -> bool:
+    """Return whether an array may be one that an optimizer creates after its first step."""
+    own, _, rest = name.partition(".")
+    place, _, _ = rest.partition(".")
+    tensors = server.layout.tensors
+    if own != "optimizer" or not place.isdecimal() or int(place) >= len(tensors):
+        return False
+    return prod(kind[1]) <= tensors[int(place)]
+
+
+def _alike(theirs: Any, mine: Mapping[str, Any], where: str, files: Files) -> None:
+    """Refuse a state whose names or types differ from the trainer's own."""
+    if not isinstance(theirs, dict):
+        raise _unfit(files, f"the {where} has no settings")
+    if differing := set(theirs) ^ set(mine):
+        told = ", ".join(map(repr, sorted(differing)))
+        why = f"the {where} has other settings ({told}); was it saved with other versions?"
+        raise _unfit(files, why)
+    for name, own in mine.items():
+        item = theirs[name]
+        if not same_kind(item, own):
+            raise _unfit(files, f"{name} of the {where} is not of its kind")
+        if name == "groups" and len(item) != len(own):
+            raise _unfit(files, f"the {where} has {len(item)} groups, not {len(own)}")
+        if name == "groups":
+            for one, other in zip(item, own, strict=True):
+                _alike(one, other, f"{where}'s group", files)
+        if name == "scheduler":
+            _alike(item, own, f"{where}'s schedule", files)
+
+
+def _contradiction(books: Ledger, step: int) -> str | None:
+    """Return what is wrong with a restored ledger, None if nothing is."""
+    counts = {
+        "version": books.version,
+        "samples": books.samples,
+        "next_task": books.next_task,
+        "next_offset": books.next_offset,
+    }
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            return f"{name} is {count!r}"
+    if books.version != step:
+        return f"the version is {books.version}, and the step {step}"
+    if type(books.now) not in (int, float) or not isfinite(books.now) or books.now < 0:
+        return f"the time is {books.now!r}"
+    for worker, busy in books.workers.items():
+        if type(worker) is not str or type(busy) is not int or busy < 0:
+            return f"a worker is {worker!r} with {busy!r} tasks"
+    if any(not isinstance(result, Result) for result in books.held.values()):
+        return "a result is none"
+    held = {id: result.task for id, result in books.held.items()}
+    for id, task in chain(books.running.items(), books.lost.items(), held.items()):
+        if type(id) is not int or not isinstance(task, Task) or task.id != id:
+            return f"task {id!r} is none"
+        numbers = task.version, task.samples, task.offset
+        if any(type(n) is not int or n < 0 for n in numbers) or task.version > step:
+            return f"task {id} is {task}"
+        if id >= books.next_task:
+            return f"task {id} is one of those to come"
+    return None
+
+
+def _told(kind: Kind) -> str:
+    return f"{kind[0]} {list(kind[1])}"
+
+
+def _unfit(files: Files, why: str) -> CheckpointError:
+    return CheckpointError(f"{files.folder} does not fit this run: {why}; use another")

@@ -1,0 +1,123 @@
+"""Checks that the parts of a run fit together: policy, learner, engine, prices and the rest.
+
+A combination that cannot work raises before anything starts; the error says what to use instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.core.logs import logger_of
+from paceline.core.policy import Policy
+from paceline.core.protocol import Prices
+from paceline.core.state import describe
+from paceline.data.partition.base import Partition
+from paceline.learners.base import Learner
+from paceline.learners.robust import Robust
+from paceline.policies.placement.base import Placement
+from paceline.policies.placement.tiles import Placed
+
+if TYPE_CHECKING:  # needs torch
+    pass
+
+logger = logger_of(__name__)
+
+
+def check_arguments(learner: object, policy: object, engine: object) -> None:
+    """Refuse arguments of wrong types, such as arguments in the wrong order."""
+    right = (
+        hasattr(learner, "replica") and hasattr(learner, "batch_size"),
+        isinstance(policy, str | Policy) or _is_plan(policy),
+        hasattr(engine, "next_event") and hasattr(engine, "size"),
+    )
+    given = learner, policy, engine
+    if all(right) and not any(isinstance(each, type) for each in given):
+        return
+    told = ", ".join(getattr(each, "__name__", type(each).__name__) for each in given)
+    raise ValueError(
+        f"Trainer({told}): give a learner such as pl.TorchLearner(…), a policy such as pl.sync(), "
+        "and an engine such as pl.Simulator(4) or pl.Ray(4), in this order and each made by a "
+        "call; a policy of your own derives from paceline.protocol.Policy"
+    )
+
+
+def _is_plan(given: object) -> bool:
+    from paceline.planner.choose import Plan  # needs scipy
+
+    return isinstance(given, Plan)
+
+
+def check_policy(policy: Policy, learner: Learner, workers: int) -> None:
+    """Refuse a policy that this learner, or this many workers, cannot serve."""
+    policy.check(workers, learner.batch_size)
+    for work in policy.works():
+        learner.check(work)
+
+
+def with_placement(policy: Policy, placement: object, workers: int) -> Policy:
+    """Return the policy with its tasks sized and placed for this many workers."""
+    if isinstance(placement, Placed):
+        if placement.move and placement.tiles.parts < 4 * workers:
+            logger.warning(
+                "%d tiles for %d workers are too few to move about: cut the data into some 16 for "
+                "each worker, or use Placed(…, move=False) to size tasks by speed",
+                placement.tiles.parts, workers,
+            )  # fmt: skip
+        placement = placement.for_workers([f"w{i}" for i in range(workers)])
+    return policy.placed(placement)
+
+
+def check_robust(robust: Robust, policy: Policy, workers: int) -> None:
+    """Refuse a robust mean that needs more results in a step than the policy is known to have."""
+    if policy.needs_exact_results:
+        raise ValueError(
+            "a gradient code decodes from all results together; use coded(…, verify=1) to find "
+            "wrong ones, or robust= with a policy that averages"
+        )
+    robust.check(policy.results_per_step(workers))
+
+
+def check_not_finite(what: str, limit: int, policy: Policy) -> None:
+    """Refuse to skip results if the policy's steps need all of them."""
+    if what not in ("stop", "skip"):
+        raise ValueError(
+            f'on_not_finite={what!r}: use "stop" to end the run, or "skip" to go on without the '
+            "samples of such a result"
+        )
+    if limit < 1:
+        raise ValueError(
+            f'skip_limit={limit}: use at least 1, or on_not_finite="stop" to skip none'
+        )
+    if what == "skip" and policy.needs_exact_results:
+        raise ValueError(
+            f'on_not_finite="skip": {describe(policy.innermost)} needs the results of given '
+            "samples; leave it out, or use a policy that averages, such as sync or k_sync"
+        )
+
+
+def tiles_of(placement: object, learner: Learner) -> Partition | None:
+    """Return the tiles (data shards) of placed data; refuse tiles of another dataset."""
+    tiles = placement.tiles if isinstance(placement, Placement) else None
+    if tiles is not None and len(tiles) != learner.examples:
+        raise ValueError(
+            f"the tiles are of {len(tiles)} samples, and this learner has "
+            f"{'no dataset' if learner.examples is None else f'{learner.examples} samples'}; "
+            "cut the data that is trained on"
+        )
+    return tiles
+
+
+def check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:
+    """Refuse prices that leave out a worker, and policies that need other prices."""
+    policy.check_prices(prices, learner.message_bytes)
+    for name in ("per_hour", "per_gigabyte"):
+        given = getattr(prices, name)
+        if not isinstance(given, Mapping):
+            continue
+        if missing := [f"w{i}" for i in range(workers) if f"w{i}" not in given]:
+            told = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+            raise ValueError(
+                f"prices: {name} names no price for {told}; this engine has the {workers} workers "
+                f"w0 to w{workers - 1}: name each of them, or give one number for all"
+            )

@@ -1,0 +1,150 @@
+"""The start of a run: the initial state, or a checkpoint that fits the run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import CheckpointError
+from paceline.core.ledger import Ledger
+from paceline.core.logs import logger_of
+from paceline.learners.base import Server
+from paceline.training.checkpoint import Checkpoints, Snapshot, Unreachable
+from paceline.training.checkpoint.files import Files
+from paceline.training.checkpoint.validate import (
+    check_coordinator,
+    check_engine,
+    check_model,
+    check_server,
+)
+from paceline.training.settings import Settings
+
+logger = logger_of(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run.
+
+    snapshot: the state of training; None: the initial state.
+    saved: the place of the newest checkpoint.
+    """
+
+    snapshot: Snapshot | None = None
+    saved: str | None = None
+
+    @property
+    def step(self) -> int:
+        return 0 if self.snapshot is None else self.snapshot.step
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether restored workers continue their tasks, so that the run waits for no worker."""
+        if self.snapshot is None or self.snapshot.engine is None:
+            return False
+        ledger = Ledger()
+        ledger.restore(self.snapshot.coordinator["ledger"])
+        return ledger.next_task > 0
+
+    def server(self, settings: Settings) -> Server:
+        """Make a server with the model of the snapshot, or with the initial one."""
+        server = settings.server()
+        if self.snapshot is not None:
+            server.load(self.snapshot.server)
+        return server
+
+
+class OtherRun(CheckpointError):
+    """The checkpoint is complete but has other settings, as all older ones would."""
+
+
+def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool) -> Start | None:
+    """Return the start at a checkpoint, or at the newest valid checkpoint in a folder.
+
+    Return None if there is no checkpoint and `missing_ok` is true.
+    """
+    saves = _saves_at(settings.given.checkpoints, path)
+    found = saves.found()
+    if not found and missing_ok:
+        return None
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint at {saves.path}: no step-… folder with a manifest; to begin at the "
+            "beginning then, use resume(…, missing_ok=True)"
+        )
+    refused = []
+    for place in found:
+        try:
+            with saves.fetched(place) as folder:
+                return Start(_checked(settings, place, folder, saves.key), place)
+        except (OtherRun, Unreachable):
+            raise
+        except CheckpointError as error:
+            if found == [str(saves.path)]:
+                raise
+            refused.append(str(error))
+            logger.warning("%s is passed over: %s", place, error)
+    raise CheckpointError(f"none of the checkpoints at {saves.path} is good: {'; '.join(refused)}")
+
+
+def _saves_at(known: Checkpoints | None, path: Path | str | Checkpoints) -> Checkpoints:
+    """Return the checkpoints at a path, with the known options and key if it is inside theirs."""
+    if isinstance(path, Checkpoints):
+        return path
+    if known is not None and f"{path}/".startswith(f"{known.path}/"):
+        return replace(known, path=path)
+    return Checkpoints(path)
+
+
+def _checked(settings: Settings, place: str, folder: Path, key: bytes | None) -> Snapshot:
+    """Return the state in a checkpoint; refuse a state that does not fit the settings."""
+    try:
+        files = Files(folder, key)
+        _compare_about(settings, place, files.data["about"])
+        check_coordinator(settings.policy, settings.learner.batch_size, files)
+        check_server(settings.server(), files)
+        snapshot, server = files.snapshot(), settings.server()
+        server.load(snapshot.server)
+        check_model(server, files)
+        if not settings.engine.is_exact:  # work in flight is handed out again
+            return replace(snapshot, engine=None)
+        if snapshot.engine is not None:
+            _compare_engine(settings, place, snapshot, server, files)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a forged state may fail anywhere
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{place} does not fit this run: {why}; use another") from error
+    return snapshot
+
+
+def _compare_about(settings: Settings, place: str, theirs: Mapping[str, Any]) -> None:
+    mine = settings.about()
+    if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
+        told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
+        raise OtherRun(f"{place} is not of this run: {told}; make the trainer alike")
+
+
+def _compare_engine(
+    settings: Settings, place: str, snapshot: Snapshot, server: Server, files: Files
+) -> None:
+    """Open a copy of the engine with the saved state; refuse it if the copy saves another."""
+    assert snapshot.engine is not None
+    size, workers = settings.engine.size, snapshot.engine.data.get("workers")
+    if isinstance(workers, dict) and len(workers) != size:
+        raise OtherRun(
+            f"{place} is not of this run: the saved run had {len(workers)} workers and this "
+            f"simulator has {size}; make it alike"
+        )
+    at = Ledger()
+    at.version = snapshot.step
+    job = replace(settings.job(server, frozenset(), at), skip_limit=0)
+    engines = [copy.copy(settings.engine), copy.copy(settings.engine)]
+    for engine, saved in zip(engines, (None, snapshot.engine), strict=True):
+        engine.open(job, saved)
+    fresh, restored = (engine.save() for engine in engines)
+    assert fresh is not None and restored is not None
+    check_engine(fresh, restored, files)

@@ -1,0 +1,337 @@
+"""The trainer, the entry point of most users: it joins a learner, a policy and an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from paceline.core.errors import Terminated
+from paceline.core.logs import tell_left_out
+from paceline.core.policy import Policy
+from paceline.core.protocol import Prices, WorkerId
+from paceline.engines.base import TrainingEngine
+from paceline.gossip.compatibility import check_gossip, check_gossip_settings
+from paceline.gossip.engine import gossip_engine
+from paceline.gossip.policy import Gossip
+from paceline.gossip.training import Ends, GossipTraining
+from paceline.learners.base import Learner, Server
+from paceline.learners.robust import Robust
+from paceline.policies.placement.base import Placement
+from paceline.report.callbacks import Callback, Live, Progress, check_callbacks
+from paceline.training.automatic import check_auto, compare_rates, planned
+from paceline.training.checkpoint import Checkpoints
+from paceline.training.compatibility import (
+    check_arguments,
+    check_not_finite,
+    check_policy,
+    check_prices,
+    check_robust,
+    tiles_of,
+    with_placement,
+)
+from paceline.training.fit import Condition, Ending, Fit
+from paceline.training.observers import Setup, tell_fitted, tell_fitting, wished_progress
+from paceline.training.restore import Start, restore
+from paceline.training.run import Run
+from paceline.training.settings import Given, Settings, shown, unused
+from paceline.training.signals import signals
+
+if TYPE_CHECKING:  # these need torch and scipy
+    from paceline.codecs.base import Codec
+    from paceline.planner.choose import Plan
+
+
+class Trainer:
+    """Trains a learner under a policy on an engine.
+
+    policy: a policy; or a plan, whose first policy and codec the trainer uses; or "auto", to
+        measure engine and learner, plan for a target, and replan when workers change (see `Auto`).
+        The learning rate is always the learner's.
+    target: with "auto", the loss to reach in the least time.
+    seed: the source of all randomness: sample order, random layers, simulated delays.
+    min_workers: the number of workers that must join before training begins; by default all.
+    checkpoints: where and how often to save; see `resume`.
+    journal: a file for the journal, kept in memory otherwise.
+    progress: True for a line, "live" for a table of all workers (see `LiveView`), False for none.
+    prices: the cost of hours and bytes, one for all workers or one for each of w0, w1, …
+    placement: how to divide the batch and where the data live: `BySpeed()`, `Placed(tiles)`;
+        by default all workers get equal shares of data that all can read.
+    codec: encodes results on their way to the server: `Feedback(TopK(0.01))`, `BFloat16()`, …
+    model_codec: encodes models on their way to workers, as changes of a copy that both ends keep:
+        `TopK(0.1)`, `Int8()`, …
+    on_not_finite: what to do with a result that is NaN or infinite. "stop": another worker computes
+        it again, and the run ends if it is not finite there either. "skip": its samples are listed
+        as skipped in `run.samples()`, and the step takes other samples in their place.
+    skip_limit: the number of results in a row that may be skipped before the run ends.
+    robust: replaces the mean of the results, so that a few wrong results cannot spoil a step:
+        `TrimmedMean(1)`, `MultiKrum(1)`, `CenteredClip(radius)`.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        policy: Policy | Plan | Literal["auto"],
+        engine: TrainingEngine,
+        *,
+        target: float | None = None,
+        seed: int = 0,
+        callbacks: Sequence[Callback] = (),
+        min_workers: int | None = None,
+        checkpoints: Checkpoints | None = None,
+        journal: Path | str | None = None,
+        progress: bool | Literal["live"] = True,
+        prices: Prices | None = None,
+        placement: Placement | None = None,
+        codec: Codec | None = None,
+        model_codec: Codec | None = None,
+        robust: Robust | None = None,
+        on_not_finite: Literal["stop", "skip"] = "stop",
+        skip_limit: int = 10,
+    ) -> None:
+        check_arguments(learner, policy, engine)
+        self._given = Given(
+            learner=learner,
+            engine=engine,
+            target=target,
+            seed=seed,
+            callbacks=tuple(callbacks),
+            min_workers=min_workers,
+            checkpoints=checkpoints,
+            journal=journal,
+            progress=progress,
+            prices=prices or Prices(),
+            placement=placement,
+            codec=codec,
+            model_codec=model_codec,
+            robust=robust,
+            on_not_finite=on_not_finite,
+            skip_limit=skip_limit,
+        )
+        self._start = Start()
+        self._server: Server | None = None  # holds the initial model, for the first run
+        self._settings: Settings | None = None
+        if isinstance(policy, str):
+            check_auto(policy, self._given)
+        elif target is not None:
+            raise ValueError('target= is for policy="auto"; say when to end by fit(until=…)')
+        else:
+            self._settings = self._with_policy(policy)
+        if not 1 <= (engine.size if min_workers is None else min_workers) <= engine.size:
+            raise ValueError(
+                f"min_workers={min_workers}: this engine has {engine.size} workers; "
+                f"use 1 to {engine.size}"
+            )
+        check_callbacks(callbacks)
+        shown(progress, callbacks)
+
+    def _with_policy(self, policy: Policy | Plan) -> Settings:
+        """Return the settings with a policy; refuse parts that do not fit together."""
+        on = self._given
+        learner, engine, codec, placement = on.learner, on.engine, on.codec, on.placement
+        found = _plan_of(policy)
+        if found is not None:
+            compare_rates(found, learner)
+            codec = found.codec if codec is None else codec
+        policy = policy if isinstance(policy, Policy) else policy.policy
+        if codec is not None and policy.needs_exact_results:
+            raise ValueError(
+                "a gradient code decodes from results as they are; leave codec= out, or use a "
+                "policy that averages, such as k_sync"
+            )
+        given = placement or policy.placement
+        if policy.decentralized:
+            check_gossip_settings(
+                check_gossip(policy, learner, codec),
+                placement=placement,
+                model_codec=on.model_codec,
+                checkpoints=on.checkpoints,
+                robust=on.robust,
+                on_not_finite=on.on_not_finite,
+                all_join=on.min_workers in (None, engine.size),
+            )
+        elif given is not None:
+            policy = with_placement(policy, given, engine.size)
+        settings = Settings(on, policy, codec, tiles_of(given, learner), found)
+        check_policy(policy, learner, engine.size)
+        check_prices(on.prices, policy, learner, engine.size)
+        check_not_finite(on.on_not_finite, on.skip_limit, policy)
+        if on.robust is not None:
+            check_robust(on.robust, policy, engine.size)
+        self._server = settings.server()
+        return settings
+
+    def _settled(self) -> Settings:
+        """Return the settings; with policy="auto", measure and plan at the first call."""
+        if self._settings is None:
+            found = planned(self._given, wished_progress(self._given.progress))
+            self._settings = self._with_policy(found)
+        return self._settings
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: Any,
+        datamodule_or_dataloader: Any,
+        policy: Policy | Plan | Literal["auto"],
+        engine: TrainingEngine,
+        *,
+        batch_size: int | None = None,
+        **trainer_options: Any,
+    ) -> Trainer:
+        """Make a trainer of a LightningModule and its data; see `lightning_learner`.
+
+        `batch_size`, by default that of the DataLoader, counts the samples of all workers together.
+        """
+        from paceline.integrations.lightning import lightning_learner
+
+        learner = lightning_learner(module, datamodule_or_dataloader, batch_size=batch_size)
+        return cls(learner, policy, engine, **trainer_options)
+
+    @property
+    def learner(self) -> Learner:
+        return self._given.learner
+
+    @property
+    def engine(self) -> TrainingEngine:
+        return self._given.engine
+
+    @property
+    def prices(self) -> Prices:
+        return self._given.prices
+
+    @property
+    def seed(self) -> int:
+        return self._given.seed
+
+    @property
+    def step(self) -> int:
+        """The step at which the next `fit` begins: 0, or that of a checkpoint or an earlier fit."""
+        return self._start.step
+
+    def fit(
+        self,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        seconds: float | None = None,
+        until: Callable[[Progress], bool] | None = None,
+    ) -> Run:
+        """Train until the first of the given ends; all count from the very start of training.
+
+        So after a resume in epoch 7, `fit(epochs=10)` trains three more. Ctrl-C ends the run like
+        any other end and keeps the model. SIGTERM does too; `fit` then raises `Terminated`, a
+        `SystemExit` with code 143 and the `run`. If an exception ends training, `error.run` is the
+        run so far, and the last complete model is saved as at any other end.
+        """
+        ends, on = self._ends(epochs, steps, seconds, until), self._given
+        setup = Setup(on.learner, on.engine, on.prices, on.seed)
+        tell_fitting(setup)
+        try:
+            run = self._fit(ends, until)
+        except Terminated as end:
+            tell_fitted(setup, end.run)
+            raise
+        tell_fitted(setup, run)
+        return run
+
+    def _fit(self, ends: dict[str, float], until: Condition | None) -> Run:
+        settings, on = self._settled(), self._given
+        callbacks = shown(wished_progress(on.progress), on.callbacks)
+        if isinstance(settings.policy, Gossip):
+            return self._fit_decentralized(settings.policy, ends, until, callbacks)
+        server, self._server = self._server, None
+        fit = Fit(settings, self._start, ends, until, callbacks, server)
+        try:
+            return fit.run()
+        finally:
+            self._start = fit.start
+
+    def resume(self, path: Path | str | Checkpoints, *, missing_ok: bool = False) -> Trainer:
+        """Continue from a checkpoint, or from the newest valid checkpoint in a folder.
+
+        The trainer must have the same settings as the one that saved it. A folder's damaged or
+        unfit checkpoints are passed over with a warning; at a path of its own, such a checkpoint
+        raises. On the simulator, and on Ray under `sync`, the trajectory is bit for bit the
+        interrupted one. With `missing_ok`, a run without checkpoints begins at the beginning.
+        """
+        settings = self._settled()
+        if isinstance(settings.policy, Gossip):
+            raise ValueError("a decentralized run cannot be resumed yet; see checkpoints=")
+        self._start = restore(settings, path, missing_ok) or self._start
+        return self
+
+    # --- the parts of fit ------------------------------------------------------------------------
+
+    def _fit_decentralized(
+        self,
+        policy: Gossip,
+        ends: dict[str, float],
+        until: Condition | None,
+        callbacks: Sequence[Callback],
+    ) -> Run:
+        """Train under a decentralized policy; the ends count over all nodes together."""
+
+        def journal(node: WorkerId) -> Path | None:
+            path = None if on.journal is None else Path(on.journal)
+            return None if path is None else unused(path.with_stem(f"{path.stem}-{node}"), None)
+
+        settings, on = self._settled(), self._given
+        codec, nodes, about = settings.codec, on.engine.size, settings.about_run()
+        training = GossipTraining(
+            on.learner, policy, settings.tiles, codec, on.seed, about, on.prices, journal
+        )
+        engine, ended, caught = gossip_engine(on.engine), Ending(), list[int]()
+        with contextlib.ExitStack() as finally_:
+            finally_.callback(ended.tell, callbacks)
+            finally_.callback(tell_left_out)
+            live = Live(training.header, training.meter.nodes, training.meter.total, engine.now)
+            for callback in callbacks:
+                callback.started(live)
+            caught_signals = signals(engine.stop, caught)
+            limits = Ends(ends["steps"] * nodes, ends["samples"], ends["seconds"], until)
+            ended.text = training.train(
+                engine, limits, callbacks, lambda: finally_.enter_context(caught_signals)
+            )
+        total, driven = training.meter.total, training.policy
+        run = Run(
+            training.mean(),
+            total.arrays(),
+            total,
+            training.journals,
+            driven,
+            ended.text,
+            driven,
+            meters=training.meter.nodes,
+            make_models=training.models,
+            more=training.summary,
+        )
+        if signal.SIGTERM in caught:
+            raise Terminated(run)
+        return run
+
+    def _ends(
+        self,
+        epochs: float | None,
+        steps: int | None,
+        seconds: float | None,
+        until: Condition | None,
+    ) -> dict[str, float]:
+        if epochs is None and steps is None and seconds is None and until is None:
+            raise ValueError("fit() needs an end: epochs=…, steps=…, seconds=… or until=…")
+        ends = {"steps": inf if steps is None else steps}
+        ends["seconds"] = inf if seconds is None else seconds
+        ends["samples"] = inf
+        if epochs is not None:
+            if self._given.learner.examples is None:
+                raise ValueError("this learner has no epochs; use steps=… or seconds=…")
+            ends["samples"] = epochs * self._given.learner.examples
+        return ends
+
+
+def _plan_of(policy: Policy | Plan) -> Plan | None:
+    """Return the given plan, or the plan that the policy carries out."""
+    return cast("Plan | None", policy.plan) if isinstance(policy, Policy) else policy

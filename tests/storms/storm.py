@@ -1,0 +1,467 @@
+"""Whole runs in bad weather, with what must hold checked after everything that happens.
+
+`play(seed)` draws a policy, a fleet and a weather, trains under it with checkpoints, kills the
+driver now and then and resumes, lets the weather calm down, and has the run end. Whatever breaks a
+promise raises `Violation`, with the one command that shows it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+import paceline.training.checkpoint as checkpoint
+from paceline.core.errors import ServersLost
+from paceline.core.journal import Entry, Header, read_entries, read_header
+from paceline.core.protocol import Command, Event, Finished, Step, WorkerId
+from paceline.engines.base import Job
+from paceline.engines.checks import KNOWN, samples_of
+from paceline.engines.ray.pool import Member
+from paceline.engines.ray.reducer import DriverReducer, Reducer
+from paceline.engines.ray.servers.recovery import NoRoute
+from paceline.engines.ray.servers.reducer import ShardedReducer
+from paceline.engines.ray.worker import Answer, Token
+from paceline.learners.base import Array, Server
+from paceline.learners.robust import RobustServer
+from paceline.report.callbacks import Callback, Progress
+from paceline.training.checkpoint import Checkpoints
+from paceline.training.run import Run
+from paceline.training.trainer import Trainer
+from tests.storms.cases import Case, case_of
+from tests.storms.processes import JOINS_IN, POISON, RAISED
+from tests.storms.serial import History, Places, serial
+from tests.storms.simulated import SimulatedRay
+from tests.storms.weather import DriverKilled, Weather, World
+
+TIMEOUT = 20.0
+"""Seconds of virtual time that a task may take."""
+_STEPS = 48  # in bad weather
+_CALM = 8  # and after it
+_TERM = "terminated by SIGTERM"
+_MOST = 60_000  # things that happen in one run; more of them are a loop without progress
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+@dataclass
+class Outcome:
+    """What a storm was like."""
+
+    case: Case
+    weather: Weather
+    faults: Counter[str] = field(default_factory=Counter)
+    kills: int = 0  # of the driver
+    events: int = 0
+    seconds: float = 0.0  # of virtual time
+    servers_lost: int = 0  # times that the model had to be taken from a checkpoint
+
+
+def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:
+    """Train through a storm; raise `Violation` if a promise is broken.
+
+    folder: an empty one, for checkpoints and journals.
+    only: a case of your own, or the name of one; by default any.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    case = case_of(rng) if not isinstance(only, Case) else only
+    while isinstance(only, str) and case.name != only:
+        case = case_of(rng)
+    weather = Weather.of(rng, case.workers - case.needs, case.nodes)
+    world = World(seed, weather, case.workers, TIMEOUT, case.nodes)
+    storm = Storm(seed, case, world, folder, rng)
+    weather_out(storm)
+    return Outcome(
+        case, weather, world.faults, storm.kills, world.happened, world.now, storm.servers_lost
+    )
+
+
+class HasEnd(Protocol):
+    """A storm of any kind."""
+
+    def run(self) -> None: ...
+    def told(self) -> str: ...
+
+
+def weather_out(storm: HasEnd) -> None:
+    """Have a storm happen, without a word in the log; whatever breaks says how to see it again."""
+    log = logging.getLogger("paceline")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # workers are lost all the time
+    try:
+        storm.run()
+    except Violation as error:
+        raise Violation(f"{error}\n{storm.told()}") from error
+    except Exception as error:
+        raise Violation(f"{type(error).__name__}: {error}\n{storm.told()}") from error
+    finally:
+        log.setLevel(level)
+
+
+class Storm:
+    """One run, from its start to its end, over as many lives of the driver as it takes."""
+
+    def __init__(
+        self, seed: int, case: Case, world: World, folder: Path, rng: random.Random
+    ) -> None:
+        self.seed, self.case, self.world, self.folder, self.rng = seed, case, world, folder, rng
+        self.weather = world.weather
+        self.kills = self.servers_lost = self.terms = 0
+        self.poisoned = False  # whether the user was told of samples that raise everywhere
+        self.segments: list[Path] = []
+        self.every = rng.randint(2, 9)
+        world.most = _MOST
+
+    def told(self) -> str:
+        """Say what the storm was, and how to see it again."""
+        return (
+            f"seed {self.seed}: {self.case.name} on {self.case.workers} workers, "
+            f"{self.case.servers} servers and {self.case.nodes} machines, {self.case.policy}, "
+            f"{self.weather}; again: python benchmarks/chaos.py --seed {self.seed}"
+        )
+
+    def run(self) -> None:
+        while (run := self._attempt()) is None:
+            if self.poisoned:
+                return
+            self.world.restart()
+            if self.kills + self.servers_lost + self.terms > 6:
+                self.world.weather = self.world.weather.calm()
+        self._check_end(run)
+
+    def _attempt(self) -> Run | None:
+        """Train until the end; None if the driver was killed on the way."""
+        engine = CheckedRay(self.case, self.world)
+        self.world.terminate = lambda: engine.interrupt(_TERM)
+        trainer = Trainer(
+            self.case.learner,
+            self.case.policy,
+            engine,
+            seed=self.seed,
+            callbacks=[_Calm(self.world)],
+            min_workers=self.case.needs,
+            checkpoints=Checkpoints(self.folder / "saved", every=self.every, keep=_STEPS),
+            journal=self.folder / "run.jsonl",
+            progress=False,
+            codec=self.case.codec,
+            model_codec=self.case.down,
+            robust=self.case.robust,
+        )
+        before = set(self.folder.glob("*.jsonl"))
+        run = None
+        try:
+            with _torn_writes(self.world):
+                trainer.resume(self.folder / "saved", missing_ok=True)
+                run = trainer.fit(steps=_STEPS + _CALM)
+            engine.check_closed()
+        except ServersLost as error:  # which takes a lost machine, and then a checkpoint helps
+            named = any(all(node in str(error) for node in pair) for pair in self.world.no_routes)
+            lost = self.world.faults["node"] > 0 and not isinstance(error, NoRoute)
+            require(lost or named, "I7", f"processes alone were lost: {error}")
+            self.world.no_routes.clear()  # as its reader would see to
+            self.servers_lost += 1
+            engine.check_closed()
+        except DriverKilled:
+            self.kills += 1
+        except RAISED as error:
+            require(POISON in str(error), "I13", f"one worker's exception ended the run: {error}")
+            engine.check_closed()
+            self.poisoned = True
+        self.segments += sorted(set(self.folder.glob("*.jsonl")) - before)
+        if run is not None and run.reason == _TERM:
+            saved = self._saved(run.steps).is_dir()
+            require(saved, "I6", f"step {run.steps} is not saved after SIGTERM")
+            self.terms += 1
+            run = None
+        if run is None:
+            self._tear_journal()
+        return run
+
+    def _tear_journal(self) -> None:
+        """Leave the beginning of one more line, as a crash does."""
+        if self.segments and self.rng.random() < 0.5:
+            line = '{"now":1e9,"event":{"type":"Left","worker":"w0"}}'
+            with open(self.segments[-1], "a", encoding="utf-8") as file:
+                file.write(line[: self.rng.randint(1, len(line))])
+
+    def _check_end(self, run: Run) -> None:
+        steps = _STEPS + _CALM
+        require(run.steps == steps, "I7", f"ended after {run.steps} of {steps} steps: {run.reason}")
+        require(bool(np.isfinite(run.model).all()), "I9", f"the model is {run.model}")
+        histories = [self._history(path) for path in self.segments]
+        self._check_segments(histories, run)
+        check_samples(histories, steps)
+
+    def _history(self, path: Path) -> History:
+        header = read_header(path)
+        entries = list(read_entries(path))
+        check_journal(header, entries, self.case)
+        server: Server = self.case.learner.server()
+        if self.case.robust is not None:
+            server = RobustServer(server, self.case.robust)
+        if header.state is not None:
+            saved = checkpoint.read(self._saved(header.version))
+            server.load(saved.server)
+        case = self.case
+        return serial(header, entries, case.learner, server, self.seed, case.exact, case.tiles)
+
+    def _saved(self, version: int) -> Path:
+        return Checkpoints(self.folder / "saved").folder(version)
+
+    def _check_segments(self, histories: list[History], run: Run) -> None:
+        """I5 and I6: done again one after the other, it gives the same bits."""
+        if not self.case.exact:
+            return
+        for before, after in pairwise(histories):
+            known = before.models.get(after.began)
+            if known is not None:
+                same = self._same(known, after.models[after.began])
+                require(same, "I6", f"resumed at version {after.began} with another model")
+        last = histories[-1].models[max(histories[-1].models)]
+        same = self._same(last, run.model)
+        require(same, "I5", f"the journal leads to {last}, and training led to {run.model}")
+
+    def _same(self, one: Array, other: Array) -> bool:
+        return bool((abs(one - other) <= self.case.tolerance * abs(one)).all())
+
+
+class CheckedRay(SimulatedRay):
+    """Looks at itself after every event."""
+
+    def __init__(self, case: Case, world: World) -> None:
+        servers = case.servers or "driver"
+        super().__init__(case.workers, world, servers, start_timeout=5.0, respawns=10**6)
+        self._poisoned: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+
+    def next_event(self) -> tuple[float, WorkerId, Event] | None:
+        found = super().next_event()
+        self.world.usual_is_known = len(self._check._norms) >= KNOWN
+        self._check_joined()
+        most = 8 * self.size + 64
+        held, expected = self._held_and_expected()
+        reducer = self._reducer
+        steps = reducer.machine.steps if isinstance(reducer, ShardedReducer) else None
+        sizes = {
+            "orders": len(self._orders),
+            "events": len(self._events),
+            "calls": sum(len(calls) for calls in self._calls._open.values()),
+            "held": len(held),
+            "expected": len(expected),
+            "senders": len(self._senders),
+            "steps to take again": len(steps.history.log) if steps else 0,
+            "steps to take": len(steps.waiting) if steps else 0,
+        }
+        for slot in steps.slots if steps else ():
+            published = slot.newest.parts[0].ref.future()
+            if published.node not in self.world.dead and published.done():
+                finite = bool(np.isfinite(published.result(timeout=0)).all())
+                require(finite, "I9", f"server {slot.server} has published {published}")
+        for name, size in sizes.items():
+            require(size <= most, "I8", f"{size} {name} for {self.size} workers")
+        return found
+
+    def _held_and_expected(self) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+        """Return the results that the reducer holds, and those that it waits for."""
+        match self._reducer:
+            case ShardedReducer(machine=machine):
+                return machine.results.held, machine.results.expected
+            case DriverReducer(_results=results, _expected=expected):
+                return results._held, expected
+        return {}, {}
+
+    def _make_reducer(self, job: Job) -> Reducer:
+        """Note the token of each result that the driver takes in."""
+        reducer = super()._make_reducer(job)
+        if isinstance(reducer, DriverReducer):
+            take = reducer.accept
+            self._tokens: dict[int, Token] = {}
+
+            def accept(answer: Answer) -> bool:
+                taken = take(answer)
+                if taken:
+                    self._tokens[answer.token.task] = answer.token
+                return taken
+
+            vars(reducer)["accept"] = accept
+        return reducer
+
+    def _token(self, task: int) -> Token:
+        """Return the token under which a held result came."""
+        if isinstance(self._reducer, DriverReducer):
+            return self._tokens[task]
+        token: Token = self._held_and_expected()[0][task].token
+        return token
+
+    def _check_joined(self) -> None:
+        """I14: a worker joins soon after there is a machine for it, however late that is."""
+        for name, member in ({} if self._pool is None else self._pool.members).items():
+            due = member.actor.due if member.actor.alive and not member.joined else None
+            joins = due is None or self.world.now <= due
+            require(joins, "I14", f"{name} had a machine and did not join in {JOINS_IN} s")
+
+    def _failed(self, member: Member, future: Future[Any]) -> bool:
+        """I13: samples that raise on two machines end the run, and nothing less does."""
+        counts = self._pool is not None and self._pool.is_current(member)
+        error = future.exception(timeout=0)
+        order = None if member.busy is None else self._orders.get(member.busy.task)
+        if not counts or POISON not in str(error) or order is None:
+            return super()._failed(member, future)
+        assert member.place is not None
+        places = self._poisoned.setdefault(samples_of(order.task), [])
+        places.append((member.name, member.place.node))
+        names, nodes = ({place[i] for place in places} for i in (0, 1))
+        try:
+            lost = super()._failed(member, future)
+        except RAISED:
+            elsewhere = len(names) > 1 or len(nodes) > 1
+            require(elsewhere, "I13", f"an exception on {names} alone ended the run")
+            raise
+        require(len(nodes) < 2, "I13", f"the same samples raised on {nodes}, and the run went on")
+        return lost
+
+    def execute(self, node: WorkerId, command: Command) -> None:
+        if isinstance(command, Step):
+            for id in command.weights:
+                token = self._token(id)
+                require(token.task == id, "I1", f"{token} is used as task {id}")
+                require(token.run == self._run, "I2", f"{token} is of another run")
+        super().execute(node, command)
+        if isinstance(command, Step):
+            assert self._job is not None
+            finite = bool(np.isfinite(self._job.server.vector).all())
+            require(finite, "I9", "a step made the model not finite")
+
+    def _finished(self, member: Member, future: Future[Any]) -> None:
+        before = len(self._events)
+        super()._finished(member, future)
+        told = any(isinstance(event, Finished) for event in list(self._events)[before:])
+        alive = self._pool is not None and self._pool.is_current(member)
+        require(not told or alive, "I2", f"a result of a former {member.name} was taken in")
+
+    def check_closed(self) -> None:
+        alive = [a.name for a in self.world.actors if a.alive and not a.ending]
+        require(not alive and self._pool is None, "I11", f"still there after the end: {alive}")
+
+
+class _Calm(Callback):
+    """Ends the storm after so many steps: then the run has to end too."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def stepped(self, progress: Progress) -> None:
+        if progress.step == _STEPS:
+            self._world.weather = self._world.weather.calm()
+
+
+@contextlib.contextmanager
+def _torn_writes(world: World) -> Iterator[None]:
+    """Have the driver killed in the middle of writing a checkpoint, now and then."""
+    written = checkpoint.write
+
+    def write(folder: Path, *given: Any) -> None:
+        if not world.strikes("torn"):
+            return written(folder, *given)
+        left = world.rng.randint(1, 8)
+
+        def flush(path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                if path.is_file():
+                    content = path.read_bytes()
+                    path.write_bytes(content[: world.rng.randint(0, len(content))])
+                raise DriverKilled
+
+        original = checkpoint._flush
+        checkpoint._flush = flush
+        try:
+            written(folder, *given)
+        finally:
+            checkpoint._flush = original
+
+    _put(write)
+    try:
+        yield
+    finally:
+        _put(written)
+
+
+def _put(write: Any) -> None:
+    checkpoint.write = write
+
+
+def require(holds: bool, invariant: str, told: str) -> None:
+    """Raise `Violation` if something does not hold."""
+    if not holds:
+        raise Violation(f"{invariant}: {told}")
+
+
+# --- what a journal must be like ----------------------------------------------------------------
+
+
+def check_journal(header: Header, entries: list[Entry], case: Case) -> None:
+    """I1, I4, I10: no result is used twice, steps follow each other, none is too stale."""
+    tasks: dict[int, int] = {}
+    used: set[int] = set()
+    version = header.version
+    now = 0.0
+    for entry in entries:
+        require(entry.now >= now, "I4", f"time went from {now} to {entry.now}")
+        now = entry.now
+        for command in entry.commands:
+            task = getattr(command, "task", None)
+            if type(command).__name__ == "Start":
+                tasks[task.id] = task.version  # type: ignore[union-attr]
+            if isinstance(command, Step):
+                twice = used & set(command.weights)
+                require(not twice, "I1", f"tasks {sorted(twice)} are used twice")
+                used |= set(command.weights)
+                for id in command.weights:
+                    require(id in tasks, "I2", f"task {id} was never started in this life")
+                    late = version - tasks[id]
+                    stale = late <= case.staleness
+                    require(stale, "I10", f"task {id} is {late} versions behind")
+                version += 1
+
+
+def check_samples(histories: list[History], steps: int) -> None:
+    """I3: each sample that was handed out is used once, or was given up, or is still to be done.
+
+    What a crash took back is left out: of each life of the driver, all after the checkpoint from
+    which the next one went on.
+    """
+    used: dict[int, Places] = {}
+    dropped: Places = set()
+    for history, following in zip_longest(histories, histories[1:]):
+        last = inf if following is None else following.began
+        until = inf if following is None else history.last_before(following)
+        for version in [v for v in used if v > history.began]:
+            del used[version]
+        used |= {v: places for v, places in history.used.items() if v <= last}
+        dropped |= {p for at, places in history.dropped if at <= until for p in places}
+    require(sorted(used) == list(range(1, steps + 1)), "I4", "steps are missing")
+    seen: Places = set()
+    for version, places in sorted(used.items()):
+        again = places & seen
+        require(not again, "I3", f"step {version} uses samples {sorted(again)[:5]} again")
+        seen |= places
+    last_of: dict[int, int] = {}
+    for stream, place in seen:
+        last_of[stream] = max(last_of.get(stream, 0), place)
+    handed_out = {(stream, p) for stream, last in last_of.items() for p in range(last + 1)}
+    missing = handed_out - seen - dropped - histories[-1].pending
+    require(not missing, "I3", f"samples {sorted(missing)[:5]} were lost")

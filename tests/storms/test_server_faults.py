@@ -1,0 +1,257 @@
+"""Servers under faults: where they go, what they refuse, and nodes that cannot reach each other."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import paceline as pl
+from paceline.engines.ray.servers.machine import Machine
+from paceline.engines.ray.servers.recovery import NoRoute
+from tests.storms.planted import SERVER_BUGS, planted
+from tests.storms.processes import ServerProcess, WorkerProcess
+from tests.storms.rolling import Rolling, RollingServer
+from tests.storms.serial import serial
+from tests.storms.simulated import SimulatedRay
+from tests.storms.storm import Violation, play
+from tests.storms.weather import Weather, World
+
+LEARNER = Rolling((1.0, 0.3, 0.1, 0.5), noise=0.1, lr=0.04, batch_size=12)
+
+
+class AtSteps(pl.Callback):
+    def __init__(self, actions: dict[int, Callable[[], None]]) -> None:
+        self._actions = actions
+
+    def stepped(self, progress: pl.Progress) -> None:
+        self._actions.get(progress.step, lambda: None)()
+
+
+def train(
+    engine: SimulatedRay,
+    steps: int,
+    actions: dict[int, Callable[[], None]] | None = None,
+    learner: Rolling = LEARNER,
+) -> pl.Run:
+    """Train, and check that the journal leads to the same model."""
+    engine.world.most = 60_000
+    watch = [AtSteps(actions or {})]
+    run = pl.Trainer(learner, pl.sync(), engine, callbacks=watch, progress=False).fit(steps=steps)
+    done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+    assert run.steps == steps and np.array_equal(done.models[steps], run.model)
+    return run
+
+
+def places(world: World) -> Counter[str]:
+    """Return how many servers each machine has."""
+    return Counter(a.node for a in world.actors if isinstance(a, ServerProcess) and a.alive)
+
+
+def test_servers_stay_spread_as_machines_are_replaced() -> None:
+    world = World(3, Weather(), 8, 20.0, nodes=8)
+    engine = SimulatedRay(8, world, servers=4, start_timeout=5.0, respawns=1000)
+    spread: list[Counter[str]] = []
+    actions: dict[int, Callable[[], None]] = {60: lambda: spread.append(places(world))}
+    for i in range(4):
+        actions[5 + 12 * i] = lambda i=i: world.lose_node(f"n{i}")  # type: ignore[misc]
+    pl.Trainer(LEARNER, pl.sync(), engine, callbacks=[AtSteps(actions)], progress=False).fit(
+        steps=61
+    )
+    assert not {"n0", "n1", "n2", "n3"} & set(spread[0]) and max(spread[0].values()) == 1
+
+
+def test_a_left_out_server_returns_when_its_link_is_good_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(2, Weather(), 4, 20.0, nodes=4)
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
+    slots: dict[int, int] = {}
+
+    def look(step: int) -> None:
+        slots[step] = len(engine._reducer.machine.steps.slots)  # type: ignore[union-attr]
+
+    actions: dict[int, Callable[[], None]] = {
+        5: lambda: world.slow.add("n1"),
+        80: lambda: (look(80), world.slow.discard("n1")),  # type: ignore[dict-item,return-value]
+        239: lambda: look(239),
+    }
+    train(engine, 240, actions)
+    assert slots == {80: 3, 239: 4}
+    assert max(places(world).values(), default=1) == 1
+    assert "is good again" in caplog.text
+
+
+def test_all_workers_are_asked_at_once_for_a_lost_slice() -> None:
+    """Workers that do not answer cost one deadline, however many they are."""
+    waits = []
+    for silent in (1, 3):
+        world = World(1, Weather(), 8, 60.0, nodes=2)
+        engine = SimulatedRay(8, world, servers=2, start_timeout=5.0)
+        asked: list[float] = []
+
+        def lose(world: World = world, silent: int = silent, asked: Any = asked) -> None:
+            deaf = [a for a in world.actors if a.node == "n0" and isinstance(a, WorkerProcess)]
+            for actor in deaf[:silent]:
+                actor.receive = _but_holds(actor.receive)  # type: ignore[method-assign]
+            world.lose_node("n1")
+            asked.append(world.now)
+
+        def back(world: World = world, asked: Any = asked) -> None:
+            asked.append(world.now)
+
+        train(engine, 12, {5: lose, 7: back})
+        waits.append(asked[1] - asked[0])
+    assert waits[1] < waits[0] + 10
+
+
+def _but_holds(receive: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda call: None if call.name == "holds" else receive(call)
+
+
+@pytest.mark.parametrize("bug", SERVER_BUGS)
+def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
+    with planted(bug, SERVER_BUGS):
+        for seed in range(60):
+            try:
+                play(seed, tmp_path / str(seed), "servers")
+            except Violation as found:
+                assert f"chaos.py --seed {seed}" in str(found)
+                return
+    pytest.fail(f"{bug!r} was not found in 60 runs")
+
+
+# --- exceptions in servers -----------------------------------------------------------------------
+
+
+def test_an_exception_in_a_server_replaces_it_on_another_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(1, Weather(server_raises=0.03), 3, 20.0, nodes=3)
+    run = train(SimulatedRay(3, world, servers=3, start_timeout=5.0, respawns=1000), 60)
+    assert run.steps == 60 and world.faults["server_raises"] > 2
+    assert "it raised RuntimeError: CUDA error: an illegal memory access" in caplog.text
+
+
+class Broken(Rolling):
+    """Its optimizer fails at every attempt to take the sixth step."""
+
+    def server(self) -> BrokenServer:
+        return BrokenServer(np.full(len(self.curvature), self.start), self.lr, self.totals)
+
+
+class BrokenServer(RollingServer):
+    steps = 0
+
+    def recipe(self, span: tuple[int, int]) -> Any:
+        lr = self._lr
+        return lambda: BrokenServer(np.zeros(span[1] - span[0]), lr, False)
+
+    def apply(self, totals: Any) -> None:
+        self.steps += 1
+        if self.steps == 6:
+            raise ZeroDivisionError("an optimizer's own fault")
+        super().apply(totals)
+
+    def save(self) -> Any:
+        saved = super().save()
+        return type(saved)(saved.arrays, {**saved.data, "steps": self.steps})
+
+    def load(self, saved: Any) -> None:
+        super().load(saved)
+        self.steps = saved.data["steps"]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_optimizers_own_exception_reaches_the_user(servers: int) -> None:
+    learner = Broken((1.0, 0.3), lr=0.04, batch_size=12)
+    world = World(1, Weather(), 3, 20.0, nodes=2)
+    engine = SimulatedRay(3, world, servers=servers, start_timeout=5.0)
+    with pytest.raises(ray.exceptions.RayTaskError, match="an optimizer's own fault") as error:
+        train(engine, 9, learner=learner)
+    assert isinstance(error.value.cause, ZeroDivisionError)
+    failed = Counter(a.name for a in world.actors if isinstance(a, ServerProcess))
+    assert max(failed.values()) == 2  # processes of one server
+
+
+# --- slices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_bad_slice_under_a_good_norm_is_refused_and_computed_again(
+    servers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, Weather(slices=0.05), 4, 20.0, nodes=2)
+    run = train(SimulatedRay(4, world, servers=servers, start_timeout=5.0, respawns=1000), 60)
+    assert np.isfinite(run.model).all() and world.faults["slices"] > 5
+    assert "its result was refused: it is not finite" in caplog.text
+    assert "its result was refused: a slice of it has the shape" in caplog.text
+
+
+# --- pairs of machines without a route -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [None, 5])
+@pytest.mark.parametrize("totals", [False, True])
+def test_servers_move_to_a_machine_that_reaches_all_others(
+    step: int | None, totals: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, Weather(), 6, 20.0, nodes=3)
+    learner = Rolling(LEARNER.curvature, noise=0.1, lr=0.04, batch_size=12, totals=totals)
+
+    def cut() -> None:
+        world.no_routes.add(frozenset(("n0", "n1")))
+
+    if step is None:
+        cut()
+    found: list[Counter[str]] = []
+    actions = {11: lambda: found.append(places(world))} | ({step: cut} if step else {})
+    engine = SimulatedRay(6, world, servers=3, start_timeout=5.0)
+    run = train(engine, 12, actions, learner)
+    assert found == [Counter({"n2": 3})]
+    assert "nodes that cannot fetch objects from each other: n0 and n1" in caplog.text
+    calm = SimulatedRay(6, World(1, Weather(), 6, 20.0, nodes=3), servers=3)
+    assert run.seconds < 2 * train(calm, 12, {}, learner).seconds + (60 if step else 0)
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_two_machines_that_cannot_reach_each_other_are_named(step: int | None) -> None:
+    world = World(1, Weather(), 4, 20.0, nodes=2)
+
+    def cut() -> None:
+        world.no_routes.add(frozenset(("n0", "n1")))
+
+    if step is None:
+        cut()
+    engine = SimulatedRay(4, world, servers=2, start_timeout=5.0)
+    with pytest.raises(NoRoute, match=r"from each other: n0 and n1, so that no node"):
+        train(engine, 12, {step: cut} if step else {})
+    assert world.now < 120
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_the_slices_of_a_model_are_freed_with_the_run() -> None:
+    """Without a search for circles: a large model must not stay until Python makes one."""
+    world = World(1, Weather(), 3, 20.0, nodes=3)
+    engine = SimulatedRay(3, world, servers=3, start_timeout=5.0)
+    machines: list[weakref.ref[Machine]] = []
+
+    def look() -> None:
+        machines.append(weakref.ref(engine._reducer.machine))  # type: ignore[union-attr]
+
+    gc.collect()
+    gc.disable()
+    try:
+        train(engine, 6, {5: look})
+        assert [machine() for machine in machines] == [None]
+    finally:
+        gc.enable()

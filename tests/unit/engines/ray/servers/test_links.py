@@ -1,0 +1,170 @@
+"""Slow links are found as by the definition, in time that does not grow with nodes cubed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from statistics import median
+from typing import Any
+
+import pytest
+
+from paceline.core.protocol import Task, Work
+from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.servers.fleet import Settings
+from paceline.engines.ray.servers.links import SLOW_FACTOR, SLOW_SECONDS, Links, slow_nodes
+from paceline.engines.ray.servers.pieces import pieces_of
+from paceline.engines.ray.servers.slices import Copy, Result, Slot, Step, Version
+from paceline.engines.ray.servers.transfers import ask_all
+from paceline.engines.ray.worker import Token
+from paceline.learners.base import Layout
+
+Arrivals = Sequence[tuple[str, Sequence[float]]]
+
+
+def by_definition(sources: Sequence[str], arrivals: Arrivals) -> dict[str, bool]:
+    ways = [(a, b, t) for b, times in arrivals for a, t in zip(sources, times, strict=True)]
+    ways = [way for way in ways if way[0] != way[1]]
+    slow = {}
+    for node, _ in arrivals:
+        mine = [t for *ends, t in ways if node in ends]
+        others = [t for *ends, t in ways if node not in ends]
+        if mine and others:
+            usual = median(others)
+            slow[node] = min(mine) > max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+    return slow
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_links_are_slow_as_by_the_definition(seed: int) -> None:
+    """With few nodes and few different times, so that nodes and ranks coincide."""
+    rng = random.Random(seed)
+    nodes = "abcdef"[: rng.randint(1, 6)]
+    factor = {node: rng.choice([1.0, 1.0, 1.0, 20.0]) for node in nodes}
+    sources = rng.choices(nodes, k=rng.randint(0, 7))
+    arrivals = [
+        (end, [rng.choice([0.0, 0.01, 0.02, 0.26, 1.0]) * factor[end] * factor[s] for s in sources])
+        for end in rng.choices(nodes, k=rng.randint(0, 7))
+    ]
+    assert slow_nodes(sources, arrivals) == by_definition(sources, arrivals)
+
+
+def test_one_slow_node_of_four_is_found() -> None:
+    nodes = list("abcd")
+    arrivals = [(b, [1.0 if "c" in (a, b) else 0.1 for a in nodes]) for b in nodes]
+    assert slow_nodes(nodes, arrivals) == {"a": False, "b": False, "c": True, "d": False}
+
+
+def step_of(count: int) -> tuple[list[Slot], Step]:
+    """So many slices and a step of as many results, all on nodes of their own."""
+    spans = Layout(4 * count).spans(count)
+    slots = [Slot(i, span, f"s{i}", Copy(0, [span], [])) for i, span in enumerate(spans)]
+    model = Version(0, spans, [], [])
+    results = [
+        Result(
+            Token("", f"w{i}", 0, i),
+            Task(i, f"w{i}", Work(), 0, 0.0, 8, 8 * i),
+            model,
+            spans,
+            [object() for _ in range(count)],
+            f"n{i}",
+        )
+        for i in range(count)
+    ]
+    rng = random.Random(1)
+    done = {i: [rng.uniform(0.3, 0.4) for _ in range(count)] for i in range(count)}
+    return slots, Step(1, [1.0] * count, results, {}, model, done=done)
+
+
+SETTINGS = Settings(Layout(0), 8, False, frozenset(), 60.0)
+
+
+def spent(count: int) -> float:
+    """Return the seconds of a step that the driver needs for watching links and for pieces."""
+    slots, step = step_of(count)
+
+    def once() -> float:
+        begin = time.process_time()
+        Links().watch(step, slots, lambda slot: f"n{slot.index}")
+        for slot in slots:
+            pieces_of(step, slot.span, SETTINGS)
+        return time.process_time() - begin
+
+    return min(once() for _ in range(5))
+
+
+def loop(count: int) -> float:
+    """Return the seconds of a plain loop over results and servers."""
+
+    def once() -> float:
+        begin = time.process_time()
+        found = []
+        for i in range(count):
+            for j in range(count):
+                found.append((i, j))
+        return time.process_time() - begin
+
+    return min(once() for _ in range(5))
+
+
+def test_the_drivers_work_per_step_grows_with_results_times_servers() -> None:
+    """At 64 by 64: about 20 times a plain loop that makes a pair for each result and server.
+
+    With a median over all ways for each server, and a look at each span for each piece, it was
+    2,000 times.
+    """
+    assert spent(64) < 100 * loop(64)
+
+
+def test_pieces_are_those_that_meet_the_slice_however_results_were_cut() -> None:
+    slots, step = step_of(4)
+    others = [(0, 3), (3, 9), (9, 16)]
+    step.results[1].spans, step.results[1].slices = others, ["a", "b", "c"]
+    found = pieces_of(step, slots[2].span, SETTINGS)  # from 8 to 12
+    assert found.at == [[(0, 4)], [(-5, 1), (1, 8)], [(0, 4)], [(0, 4)]]
+    own = [result.slices[2] for result in step.results]
+    assert found.refs == [own[0], "b", "c", own[2], own[3]] and found.nodes == [None] * 5
+    assert [result.task.id for result in found.results] == [0, 1, 1, 2, 3]
+    step.results.pop(1)
+    assert pieces_of(step, slots[2].span, SETTINGS).at is None
+
+
+def test_a_carrier_brings_slices_that_are_neither_small_nor_large() -> None:
+    slots, step = step_of(2)
+    for limits, carried in (((31, 32), "n1"), ((32, 64), None), ((8, 31), None)):
+        settings = Settings(Layout(8), 8, False, frozenset(), 60.0, {"n1"}, limits)
+        assert pieces_of(step, slots[0].span, settings).nodes == [None, carried]
+
+
+class Ref:
+    def __init__(self) -> None:
+        self.answer: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        return self.answer
+
+
+def test_all_are_asked_at_once_and_one_deadline_is_for_all() -> None:
+    now = [0.0]
+    calls, refs = Calls(clock=lambda: now[0]), {name: Ref() for name in "abc"}
+    found: list[dict[str, Any]] = []
+    ask_all(calls, refs, 10.0, found.append)
+    refs["a"].answer.set_result(1)
+    refs["b"].answer.set_exception(RuntimeError("lost"))
+    for _ in range(2):
+        calls.wait(now[0])
+    assert not found
+    now[0] = 10.0
+    calls.wait(10.0)
+    assert found == [{"a": 1}]
+    refs["c"].answer.set_result(3)
+    calls.wait(10.0)
+    assert found == [{"a": 1}]  # too late
+    ask_all(calls, {}, 10.0, found.append)
+    assert found[1:] == [{}]
+
+
+def test_no_results_have_no_slow_links() -> None:
+    assert slow_nodes([], []) == {}

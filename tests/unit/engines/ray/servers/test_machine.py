@@ -1,0 +1,496 @@
+"""The recovery machine, event by event: which calls follow, and when a run cannot go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ServersLost
+from paceline.engines.ray.servers.events import (
+    Add,
+    Apply,
+    AskHeld,
+    CopyLost,
+    GiveState,
+    HeldTold,
+    KeepState,
+    ModelMissed,
+    Probe,
+    Probed,
+    ReadHeld,
+    Redo,
+    Reduce,
+    Refuse,
+    Remove,
+    Replace,
+    Report,
+    ServerLost,
+    ServerRaised,
+    SetUp,
+    Ship,
+    Started,
+    TakeStep,
+    Trust,
+)
+from paceline.engines.ray.servers.links import LONGEST_INTERVAL, PROBE_BYTES, PROBE_SECONDS, Links
+from paceline.engines.ray.servers.recovery import ATTEMPTS, NoRoute
+from tests.unit.engines.ray.servers.script import Asked, Script, asked, task_of, token_of
+
+SERVERS = {"s0": "A", "s1": "B"}
+WORKERS = {"w0": "A", "w1": "B"}
+REPORTED = (Report, {"loss": 1.0})
+
+
+def script(totals: bool = False, has_arrays: bool = False, respawns: int = 9) -> Script:
+    """Two servers that are up, each on the node of a worker."""
+    made = Script(SERVERS, WORKERS, totals, respawns)
+    made.all_started(has_arrays)
+    return made
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_a_step_with_two_servers() -> None:
+    run = Script(SERVERS, WORKERS)
+    assert run.start() == [(SetUp, "s0", 0, (0, 2)), (SetUp, "s1", 0, (2, 4))]
+    assert run.started("s0") == [(Ship,)] and run.started("s1") == [(Ship,)]
+    assert run.step("w0", "w1") == [(TakeStep, "s0", 1), (TakeStep, "s1", 1), (Ship,)]
+    assert run.last(TakeStep, "s1").pieces.refs == ["100:2", "101:2"]
+    model = run.machine.steps.model
+    assert model.known and not model.whole
+    assert run.taken("s1") == [(Trust, "s1")]
+    assert run.taken("s0") == [(Trust, "s0"), REPORTED, (Ship,)]
+    assert model.whole and model.slices == [
+        run.last(TakeStep, "s0").values,
+        run.last(TakeStep, "s1").values,
+    ]
+
+
+def test_a_step_that_needs_totals_has_two_phases() -> None:
+    run = script(totals=True)
+    assert run.step("w0") == [(Reduce, "s0", 1), (Reduce, "s1", 1), (Ship,)]
+    assert not run.machine.steps.model.known
+    assert run.reduced("s1", {"uphill": 2.0}) == []
+    totals = {"uphill": 3.0}
+    assert run.reduced("s0", {"uphill": 1.0}) == [
+        (Apply, "s0", 1, totals),
+        (Apply, "s1", 1, totals),
+        (Ship,),
+    ]
+    assert run.taken("s0") == [(Trust, "s0")]
+    assert run.taken("s1") == [(Trust, "s1"), REPORTED, (Ship,)]
+
+
+def test_the_next_step_waits_for_the_version_and_for_its_state_on_another_node() -> None:
+    run = script(has_arrays=True)
+    assert run.step("w0") == []  # the state of the second slice is on its way
+    assert run.kept(1) == [(TakeStep, "s0", 1), (TakeStep, "s1", 1), (Ship,)]
+    assert run.step("w0") == []
+    assert run.taken("s0", has_arrays=True) == [(Trust, "s0"), (KeepState, "s1", 0, 1, 0)]
+    assert run.taken("s1", has_arrays=True) == [
+        (Trust, "s1"),
+        (KeepState, "s0", 1, 1, 0),
+        REPORTED,
+        (Ship,),
+    ]
+    assert run.kept(0) == []
+    assert run.kept(1, life=None) == [(TakeStep, "s0", 2), (TakeStep, "s1", 2), (Ship,)]
+
+
+def test_a_result_is_accepted_once_under_its_own_token() -> None:
+    run, task = script(), task_of(7, "w0")
+    run.answered(task)
+    assert not run.machine.accept(token_of(task), 8, 1.0)
+    run.machine.drop(7, lost=False)
+    assert not run.machine.results.held and not run.machine.results.expected
+
+
+# --- servers that are lost -----------------------------------------------------------------------
+
+
+def test_a_server_lost_in_mid_step_takes_it_again_from_the_copy_in_its_store() -> None:
+    run = script()
+    run.step("w0", "w1")
+    run.taken("s0")
+    assert run.told(ServerLost("s1", "its process died")) == [
+        (Replace, "s1"),
+        (SetUp, "s1", 0, (2, 4)),
+    ]
+    assert run.started("s1", "B") == [(TakeStep, "s1", 1), (Ship,)]
+    assert run.taken("s1") == [(Trust, "s1"), REPORTED, (Ship,)]
+
+
+def test_a_step_is_reported_once_however_often_a_server_takes_it() -> None:
+    run = script(totals=True)
+    run.step("w0")
+    run.reduced("s0", {"uphill": 1.0})
+    run.reduced("s1", {"uphill": 2.0})
+    run.taken("s0")
+    run.told(ServerLost("s1", "its process died"))
+    assert run.started("s1", "B") == [(Reduce, "s1", 1), (Ship,)]
+    # The other servers are done with it: the totals stay as they were.
+    assert run.reduced("s1", {"uphill": 5.0}) == [(Apply, "s1", 1, {"uphill": 3.0})]
+    assert run.taken("s1") == [(Trust, "s1"), REPORTED, (Ship,)]
+    assert run.told(ServerLost("s0", "it was paused")) == [
+        (Replace, "s0"),
+        (SetUp, "s0", 1, (0, 2)),
+    ]
+    assert run.started("s0", "A") == [(Ship,)]
+
+
+def test_a_server_that_never_came_up_starts_on_another_node() -> None:
+    run = Script(SERVERS, WORKERS)
+    run.start()
+    run.told(ServerLost("s0", "did not answer in 5 s"))
+    run.told(ServerLost("s1", "did not answer in 5 s"))
+    assert run.placement.choose("s1", {"A", "B"}) == "A"
+
+
+def test_a_server_that_is_lost_too_often_ends_the_run() -> None:
+    run = script(respawns=1)
+    run.told(ServerLost("s1", "its process died"))
+    with pytest.raises(ServersLost, match=r"s1 was lost too often \(its node died\)") as error:
+        run.told(ServerLost("s1", "its node died"))
+    assert run.machine.recovery.failure is error.value
+
+
+def test_states_that_a_lost_server_kept_are_kept_by_another() -> None:
+    run = Script({"s0": "A", "s1": "B", "s2": "C"}, WORKERS)
+    run.all_started(has_arrays=True)
+    run.step("w0")
+    run.kept(1)
+    run.kept(2)
+    for server in ("s0", "s1", "s2"):
+        run.taken(server, has_arrays=True)
+    for index in range(3):
+        run.kept(index)
+    assert run.told(ServerLost("s1", "its process died")) == [
+        (KeepState, "s2", 0, 1, 0),
+        (Replace, "s1"),
+        (SetUp, "s1", 1, (2, 4)),
+    ]
+
+
+def test_an_exception_replaces_a_server_and_the_same_one_again_reaches_the_user() -> None:
+    run, error = script(), ZeroDivisionError("an optimizer's own fault")
+    run.step("w0")
+    assert run.told(ServerRaised("s1", "it raised", error)) == [
+        (Replace, "s1"),
+        (SetUp, "s1", 0, (2, 4)),
+    ]
+    run.started("s1", "A")
+    with pytest.raises(ZeroDivisionError):
+        run.told(ServerRaised("s1", "it raised", error))
+    assert run.machine.recovery.failure is error
+
+
+def test_an_exception_at_a_later_step_counts_anew() -> None:
+    run = script()
+    for _ in range(2):
+        run.step("w0")
+        run.told(ServerRaised("s1", "it raised", OSError("no such file")))
+        run.started("s1", "B")
+        run.taken("s0")
+        assert run.taken("s1")[-2:] == [REPORTED, (Ship,)]
+
+
+# --- nodes that are lost -------------------------------------------------------------------------
+
+
+def two_steps(last_is_kept: bool = True) -> Script:
+    """Take two steps, and then lose node B with the server and the worker on it."""
+    run = script(has_arrays=True)
+    run.kept(1)
+    for is_kept in (True, last_is_kept):
+        run.step("w0", "w1")
+        run.taken("s0", has_arrays=True)
+        run.taken("s1", has_arrays=True)
+        run.kept(0)
+        run.kept(1, life=0 if is_kept else None)
+    run.lost.add("B")
+    return run
+
+
+def test_a_slice_lost_with_its_node_comes_from_a_worker_and_a_keeper() -> None:
+    run = two_steps()
+    assert run.told(ServerLost("s1", "its node died")) == [(Replace, "s1"), (AskHeld, "s1")]
+    assert not run.machine.steps.model.whole
+    assert run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0, 1]})) == [
+        (GiveState, "s0", 1, 1),
+        (ReadHeld, "w0", 1, (2, 4)),
+        (SetUp, "s1", 1, (2, 4)),
+    ]
+    assert run.started("s1", "A") == [(TakeStep, "s1", 2), (Ship,)]
+    assert run.taken("s1") == [(Trust, "s1"), (Ship,)]  # the step was reported before
+    assert run.machine.steps.model.whole
+
+
+def test_a_step_waits_until_all_slices_of_the_version_before_are_recovered() -> None:
+    run = two_steps()
+    run.told(ServerLost("s1", "its node died"))
+    assert run.step("w0") == []
+    run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1]}))
+    run.started("s1", "A")
+    steps = [(TakeStep, "s0", 3), (TakeStep, "s1", 3)]
+    assert run.taken("s1") == [(Trust, "s1"), *steps, (Ship,), (Ship,)]
+
+
+@pytest.mark.parametrize(("is_kept", "version"), [(True, 2), (False, 1)])
+def test_a_slice_is_recovered_at_a_version_whose_state_is_kept(is_kept: bool, version: int) -> None:
+    run = two_steps(is_kept)
+    run.told(ServerLost("s1", "its node died"))
+    calls = run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1, 2], "w1": [1]}))
+    assert calls[-1] == (SetUp, "s1", version, (2, 4))
+
+
+def test_a_slice_that_no_worker_holds_is_lost_for_good() -> None:
+    run = two_steps()
+    run.told(ServerLost("s1", "its node died"))
+    with pytest.raises(ServersLost, match="no worker has a version of its slice from 1 on"):
+        run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0]}))
+
+
+def test_a_node_lost_while_its_server_is_idle_is_noticed_when_a_worker_misses_the_model() -> None:
+    run = two_steps()
+    assert run.told(ModelMissed()) == [(AskHeld, "s1")]
+    assert run.told(ModelMissed()) == []
+
+
+def test_a_copy_that_stays_lost_ends_the_run() -> None:
+    run = Script(SERVERS, WORKERS)
+    run.start()
+    lost = OSError("it is lost")
+    for _ in range(ATTEMPTS):
+        assert run.told(CopyLost(run.last(SetUp, "s1"), lost)) == [(SetUp, "s1", 0, (2, 4))]
+    with pytest.raises(ServersLost, match=r"cannot be recovered \(it is lost\)"):
+        run.told(CopyLost(run.last(SetUp, "s1"), lost))
+
+
+# --- results that are lost or refused ------------------------------------------------------------
+
+
+def test_a_result_refused_by_one_server_is_computed_again() -> None:
+    run = script()
+    run.step("w0", "w1")
+    task, sent = task_of(101, "w1"), run.last(TakeStep, "s0").pieces.slices
+    assert run.unusable("s0", bad={1: "it is not finite"}) == [
+        (Refuse, token_of(task), task, "it is not finite"),
+        (Redo, task),
+    ]
+    assert run.taken("s1") == [(Trust, "s1")]
+    assert run.answered(task_of(101, "w0")) == [(TakeStep, "s0", 1)]
+    pieces = run.last(TakeStep, "s0").pieces
+    assert pieces.slices[0] is sent[0] and pieces.slices[1] is not sent[1]
+    assert run.taken("s0") == [(Trust, "s0"), REPORTED, (Ship,)]
+    assert not run.machine.results.again and not run.machine.results.held
+
+
+def test_a_result_that_two_servers_refuse_is_computed_again_once() -> None:
+    run = script()
+    run.step("w0", "w1")
+    assert len(run.unusable("s0", bad={0: "it is not finite"})) == 2
+    assert run.unusable("s1", bad={0: "it is not finite"}) == []
+    assert run.answered(task_of(100, "w1")) == [(TakeStep, "s0", 1), (TakeStep, "s1", 1)]
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_an_answer_about_a_result_that_was_replaced_meanwhile_does_not_count(is_bad: bool) -> None:
+    run = script()
+    run.step("w0", "w1")
+    run.unusable("s0", bad={1: "it is not finite"})
+    run.answered(task_of(101, "w0"))
+    run.lost.add("B")
+    calls = run.unusable("s1", bad={1: "too short"}) if is_bad else run.unusable("s1", lost=[1])
+    assert calls == [(TakeStep, "s1", 1)] and run.machine.steps.slots[1].attempts == 0
+
+
+def test_a_result_is_computed_again_at_once_if_its_node_is_lost() -> None:
+    run = script()
+    run.step("w0", "w1")
+    run.lost.add("B")
+    assert run.unusable("s0", lost=[1]) == [(Redo, task_of(101, "w1"))]
+
+
+def test_a_result_whose_node_is_there_is_asked_for_again_first() -> None:
+    run = script()
+    run.step("w0", "w1")
+    for _ in range(ATTEMPTS):
+        assert run.unusable("s0", lost=[1]) == [(TakeStep, "s0", 1)]
+    assert run.unusable("s0", lost=[1]) == [(Redo, task_of(101, "w1"))]
+
+
+def test_a_result_is_computed_once_more_if_the_worker_is_lost_that_was_to() -> None:
+    run = script()
+    run.step("w0", "w1")
+    run.unusable("s0", bad={1: "it is not finite"})
+    begin = len(run.calls)
+    run.machine.drop(101, lost=True)
+    run.machine.drop(7, lost=True)  # of no step
+    assert [asked(call) for call in run.calls[begin:]] == [(Redo, task_of(101, "w1"))]
+
+
+def test_a_result_whose_model_is_gone_ends_the_run() -> None:
+    run = script()
+    run.step("w0", "w1")
+    run.last(TakeStep, "s0").step.results[1].model.gone = True
+    with pytest.raises(ServersLost, match="task 101 is lost, and so is version 0 of the model"):
+        run.unusable("s0", bad={1: "it is not finite"})
+
+
+# --- slow links ----------------------------------------------------------------------------------
+
+THREE, WORKERS_OF_THREE = {"s0": "A", "s1": "B", "s2": "C"}, {"w0": "A", "w1": "B", "w2": "C"}
+
+
+def seconds_to(node: str, slow: str | None) -> list[float]:
+    """Return the seconds from nodes A, B and C to another, of which one has a slow link."""
+    return [1.0 if slow in (node, other) and node != other else 0.1 for other in "ABC"]
+
+
+def finish(run: Script, slow: str | None = None) -> list[Asked]:
+    """Have all servers take their step; return what the last one leads to."""
+    calls: list[Asked] = []
+    for slot in list(run.machine.steps.slots):
+        calls = run.taken(slot.server, seconds_to(run.nodes[slot.server], slow))
+    return calls
+
+
+def with_slow_link(node: str) -> Script:
+    """Take two steps with three servers, one of which has a slow link."""
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    for _ in range(2):
+        run.step(*WORKERS_OF_THREE)
+        assert finish(run, node)[-2:] == [REPORTED, (Ship,)]
+    return run
+
+
+def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
+    run = with_slow_link("C")
+    assert run.step(*WORKERS_OF_THREE) == [
+        (SetUp, "s0", 2, (0, 3)),
+        (SetUp, "s1", 2, (3, 6)),
+        (Remove, "s2"),
+        (Ship,),
+    ]
+    assert run.started("s0") == [(TakeStep, "s0", 3), (Ship,)]
+    run.started("s1")
+    finish(run)
+    ways = [("C", "A"), ("B", "A")]
+    probe = (Probe, "left out", ways, PROBE_BYTES[0], 0.25)
+    for _ in range(3):
+        run.now += PROBE_SECONDS
+        assert probe in run.step(*WORKERS_OF_THREE)
+        run.told(Probed(run.last_probe(), {ways[0]: 0.01, ways[1]: 0.01}))
+        finish(run)
+    assert run.step(*WORKERS_OF_THREE) == [
+        (Add, "s2"),
+        (SetUp, "s0", 6, (0, 2)),
+        (SetUp, "s1", 6, (2, 4)),
+        (SetUp, "s2", 6, (4, 6)),
+        (Ship,),
+    ]
+    copy = run.last(SetUp, "s1").copy  # of the slices that meet its own
+    assert copy.spans == [(0, 3), (3, 6)] and len(copy.parts) == 4
+
+
+@pytest.mark.parametrize("mine", [1.0, float("inf")])
+def test_a_link_that_is_still_slow_begins_to_count_anew(mine: float) -> None:
+    links = Links()
+    links.leave_out("s2", "C", 0.0)
+    links.left_out["s2"].good = 2
+    ways = [("C", "A"), ("B", "A")]
+    probe = Probe("left out", ways, 2**17, links.left_out["s2"], 0.25)
+    links.probed(probe, {ways[0]: mine, ways[1]: 0.01})
+    assert links.left_out["s2"].good == 0 and links.take_back() is None
+
+
+def test_the_interval_between_probes_doubles_each_time_up_to_an_hour() -> None:
+    links, intervals = Links(), []
+    for _ in range(9):
+        links.leave_out("s2", "C", 100.0)
+        intervals.append(links.left_out["s2"].interval)
+    assert intervals[:3] == [30.0, 60.0, 120.0] and intervals[-1] == LONGEST_INTERVAL
+    assert links.left_out["s2"].probe_at == 100.0 + LONGEST_INTERVAL
+
+
+def test_one_slow_step_leaves_no_server_out() -> None:
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    for slow in ("C", None, "C", None):
+        assert (Remove, "s2") not in run.step(*WORKERS_OF_THREE)
+        finish(run, slow)
+
+
+def test_an_answer_of_the_cut_before_is_not_used() -> None:
+    """A server that was starting when the model was cut anew answers for its former slice."""
+    run = with_slow_link("C")
+    run.told(ServerLost("s0", "its process died"))
+    before = run.last(SetUp, "s0")
+    run.step(*WORKERS_OF_THREE)
+    assert run.told(Started(before, False)) == []
+    assert run.told(CopyLost(before, OSError("it is lost"))) == []
+    assert run.started("s0", "A") == [(TakeStep, "s0", 3), (Ship,)]
+
+
+def test_a_server_whose_step_is_followed_by_a_new_cut_is_not_fed_for_its_former_slice() -> None:
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    run.step(*WORKERS_OF_THREE)
+    finish(run, "B")
+    run.step(*WORKERS_OF_THREE)
+    run.step(*WORKERS_OF_THREE)  # waits for the one before
+    assert finish(run, "B")[2:] == [
+        (SetUp, "s0", 2, (0, 3)),
+        (SetUp, "s2", 2, (3, 6)),
+        (Remove, "s1"),
+        (Ship,),
+        (Ship,),
+    ]
+
+
+# --- routes --------------------------------------------------------------------------------------
+
+
+def probe_twice(run: Script, cut: tuple[str, str]) -> list[Asked]:
+    """Have a route fail in two probes."""
+    run.told(ModelMissed())
+    first = run.last_probe()
+    found = {way: float("inf") if way == cut else 0.01 for way in first.ways}
+    assert run.told(Probed(first, found)) == [(Probe, "failed routes", [cut], PROBE_BYTES[0], 0.0)]
+    return run.told(Probed(run.last_probe(), {cut: float("inf")}))
+
+
+def test_slices_that_come_late_have_the_routes_probed() -> None:
+    run = script()
+    run.step("w0", "w1")
+    probe = (Probe, "routes", [("A", "B")], PROBE_BYTES[0], 0.0)
+    assert run.unusable("s0", late=[1]) == [probe, (TakeStep, "s0", 1)]
+    assert run.unusable("s0", late=[1]) == [(TakeStep, "s0", 1)]  # a moment ago
+    run.now += 11.0
+    assert run.unusable("s0", late=[1]) == [probe, (TakeStep, "s0", 1)]
+
+
+def test_servers_move_from_nodes_that_cannot_fetch_from_each_other() -> None:
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    assert probe_twice(run, ("A", "B")) == [
+        (Replace, "s0"),
+        (SetUp, "s0", 0, (0, 2)),
+        (Replace, "s1"),
+        (SetUp, "s1", 0, (2, 4)),
+    ]
+
+
+def test_a_route_that_failed_once_is_no_reason_to_move() -> None:
+    run = script()
+    run.told(ModelMissed())
+    run.told(Probed(run.last_probe(), {("A", "B"): float("inf")}))
+    assert run.told(Probed(run.last_probe(), {("A", "B"): 0.1})) == []
+
+
+def test_no_route_from_any_node_ends_the_run() -> None:
+    run = script()
+    with pytest.raises(NoRoute, match="each other: A and B, so that no node") as error:
+        probe_twice(run, ("A", "B"))
+    assert run.machine.recovery.failure is error.value

@@ -1,0 +1,183 @@
+"""A server takes each step once and in turn, and puts results together however they were cut."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline as pl
+from paceline.engines.ray.carrier import GivenUp, Incoming
+from paceline.engines.ray.servers.server import Server, Unusable, _joined
+from paceline.engines.ray.worker import Gone, Worker
+
+
+class Ref:
+    """A reference to something that may not be there yet."""
+
+    def __init__(self, value: Any = None) -> None:
+        self._future: Future[Any] = Future()
+        if value is not None:
+            self._future.set_result(value)
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+def serving(version: int = 3) -> Server:
+    server = Server()
+    server._shard = pl.learners.Quadratic((1.0, 1.0), lr=0.5).server()
+    server._span = 0, 2
+    server._version = version
+    return server
+
+
+def results(*vectors: Sequence[float]) -> list[Ref]:
+    return [Ref(np.array(vector)) for vector in vectors]
+
+
+def test_a_step_adds_up_and_steps() -> None:
+    server = serving()
+    refs = results([1.0, 0.0], [0.0, 2.0])
+    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, [None, None], 5.0))
+    assert values.tolist() == [0.75, 0.5]
+    sums, has_arrays, seconds = done
+    assert sums["norm"] == pytest.approx(1.25) and not has_arrays and len(seconds) == 2
+
+
+@pytest.mark.parametrize("version", [2, 3, 5])
+def test_only_the_next_step_is_taken(version: int) -> None:
+    server = serving()
+    with pytest.raises(RuntimeError, match="at version 3 was told to make"):
+        server.step(version, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    assert server._shard is not None and server._shard.vector.tolist() == [1.0, 1.0]
+
+
+def test_a_repeated_step_is_not_taken_twice() -> None:
+    server = serving()
+    server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    with pytest.raises(RuntimeError, match="at version 4 was told to make 4"):
+        server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+
+
+def test_nothing_is_applied_that_was_not_added_up() -> None:
+    server = serving()
+    with pytest.raises(RuntimeError, match="before it added it up"):
+        server.apply(4, {})
+    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    server.apply(4, {})
+    with pytest.raises(RuntimeError, match="before it added it up"):
+        server.apply(5, {})
+
+
+def test_a_result_that_does_not_come_leaves_everything_as_it_was() -> None:
+    server, late = serving(), Ref()
+    with pytest.raises(Unusable) as error:
+        server.step(4, ([1.0, 1.0], [], None, [*results([1.0, 1.0]), late], [None] * 2, 0.01))
+    assert error.value.late == [1] and not error.value.lost
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    assert values.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (np.array([np.nan, 1.0]), "not finite"),
+        (np.array([1.0, -np.inf]), "not finite"),
+        (np.array([1.0]), "shape (1,) instead of (2,)"),
+        (np.array([1.0, 1.0], np.float32), "float32 instead of float64"),
+        ([1.0, 1.0], "shape list"),
+    ],
+)
+def test_a_bad_slice_is_refused_before_anything_is_added(bad: Any, why: str) -> None:
+    server = serving()
+    refs = [*results([1.0, 0.0]), Ref(bad)]
+    with pytest.raises(Unusable) as error:
+        server.step(4, ([0.5, 0.5], [], None, refs, [None, None], 5.0))
+    assert list(error.value.bad) == [1] and why in error.value.bad[1]
+    copy = pickle.loads(pickle.dumps(error.value))  # noqa: S301  our own
+    assert copy.bad == error.value.bad and why in str(copy)
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    assert values.tolist() == [0.5, 0.5]
+
+
+def test_pieces_that_were_cut_elsewhere_are_put_together() -> None:
+    whole = np.arange(12.0)
+    pieces = [whole[0:5], whole[5:9], whole[3:12]]
+    at = [[(-4, 1), (1, 5)], [(-1, 8)]]  # of two results, in a slice from 4 to 8
+    first, second = _joined(np.empty(4), at, pieces)
+    assert first.tolist() == second.tolist() == [4, 5, 6, 7]
+
+
+def test_what_is_kept_is_given_until_it_is_too_old() -> None:
+    server = Server()
+    for version in (1, 2, 3):
+        server.keep(0, version, 2, ({}, {"version": version}))
+    assert server.give(0, 3)[1] == {"version": 3}
+    for slot, version in ((0, 1), (1, 3)):
+        with pytest.raises(Gone):
+            server.give(slot, version)
+
+
+def test_a_worker_gives_any_slice_of_a_model_that_it_holds() -> None:
+    worker, model = Worker(), np.arange(10.0)
+    worker._models[7] = [(0, 4), (4, 10)], [model[:4], model[4:]]
+    assert worker.holds() == [7]
+    for span in ((0, 10), (0, 3), (2, 6), (5, 9)):
+        assert worker.held(7, span).tolist() == model[slice(*span)].tolist()
+    with pytest.raises(Gone):
+        worker.held(6, (0, 10))
+
+
+def test_slices_come_when_all_are_there_or_the_task_is_given_up() -> None:
+    refs = [Ref(1), Ref()]
+    incoming = Incoming(refs, patience=5.0)
+    refs[1].future().set_result(2)
+    assert list(incoming) == [1, 2] and all(s >= 0 for s in incoming.seconds)
+    abandoned = Incoming([Ref()], patience=5.0)
+    abandoned.give_up()
+    with pytest.raises(GivenUp):
+        list(abandoned)
+
+
+def test_slices_are_freed_with_the_last_reference_to_them() -> None:
+    """Not when Python looks for circles: each may pin a result of the model's size."""
+    piece = np.arange(3.0)
+    freed = weakref.ref(piece)
+    gc.disable()
+    try:
+        ref = Ref()
+        incoming = Incoming([ref], patience=5.0)
+        ref.future().set_result(piece)
+        del piece, ref
+        assert [each.tolist() for each in incoming] == [[0.0, 1.0, 2.0]]
+        assert freed() is not None
+        del incoming
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_a_slice_that_is_lost_is_told_of() -> None:
+    ref = Ref()
+    incoming = Incoming([ref], patience=5.0)
+    ref.future().set_exception(KeyError("lost"))
+    with pytest.raises(KeyError):
+        list(incoming)
+
+
+@pytest.mark.parametrize("servers", [0, -1, "all", 1.5])
+def test_servers_that_cannot_be_are_refused(servers: Any) -> None:
+    with pytest.raises(ValueError, match="use 'driver', 'spread', or a number"):
+        pl.Ray(workers=2, servers=servers)
+
+
+def test_an_engine_tells_of_its_servers() -> None:
+    assert repr(pl.Ray(2)) == "Ray(workers=2)"
+    assert repr(pl.Ray(2, servers="spread")) == "Ray(workers=2, servers='spread')"
