@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test cluster fresh bench gpu docs
+.PHONY: check format lint types test cluster timing fresh bench gpu docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -21,7 +21,10 @@ test:  ## fast tests and doctests, no cluster; a thread for each of two processe
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
-	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m cluster tests/cluster tests/contract
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing" tests/cluster tests/contract
+
+timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m timing tests/cluster
 
 fresh:  ## README and the ten minutes, literally, in a new environment
 	$(PYTHON) -m pytest -m fresh tests/fresh

@@ -132,6 +132,7 @@ def test_fixed_shares_are_what_was_asked_for(outcome: Outcome) -> None:
         assert rank["fixed"]["shares"] == [[384, 128, 256]] * STEPS
 
 
+@pytest.mark.timing
 def test_a_rank_that_is_really_slow_gets_less(outcome: Outcome) -> None:
     """It runs 0.15 of the time its equal share of the cores would let it."""
     shares = [rank["measured"]["shares"] for rank in outcome.ranks]

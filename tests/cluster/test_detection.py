@@ -22,7 +22,7 @@ from paceline.testing import groups
 from paceline.testing.hosts import Hosts, missing
 from tests.conftest import make_learner
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timing]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("far_run.py")
 

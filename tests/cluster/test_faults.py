@@ -170,6 +170,7 @@ def test_when_all_workers_are_lost_the_model_is_saved(tmp_path: Path) -> None:
     assert read(tmp_path).step == run.steps
 
 
+@pytest.mark.timing
 def test_nobody_waits_for_a_slowed_worker_and_its_late_results_are_not_used(
     ray_workers: pl.Ray,
 ) -> None:

@@ -47,6 +47,7 @@ def paces(run: pl.Run, begin: float, end: float) -> dict[str, float]:
     }  # fmt: skip
 
 
+@pytest.mark.timing
 def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
     learner = make_learner(hidden=512, batch_size=512)
     engine = pl.Ray(workers=8)
@@ -109,6 +110,7 @@ def test_an_error_in_the_users_code_reaches_the_user() -> None:
         )
 
 
+@pytest.mark.timing
 def test_messages_that_come_late_do_not_drag_the_models_back() -> None:
     """A step takes a millisecond here, and a message several: copies are always old."""
     learner = make_learner(batch_size=256)

@@ -102,6 +102,7 @@ def mine() -> list[str]:
     return [name for name in namespaces() if name.startswith(f"pl{os.getpid()}n")]
 
 
+@pytest.mark.timing
 def test_a_round_trip_crosses_four_links(hosts: Hosts) -> None:
     serve(hosts, 1, ECHO)
     assert 0.0195 < printed(hosts, 0, ROUND_TRIP, hosts.ip(1), 5) < 0.024
@@ -110,6 +111,7 @@ def test_a_round_trip_crosses_four_links(hosts: Hosts) -> None:
     assert printed(hosts, 1, ROUND_TRIP, "127.0.0.1", 5) < 0.005
 
 
+@pytest.mark.timing
 def test_the_rate_is_reached_and_kept_and_can_be_changed(hosts: Hosts) -> None:
     serve(hosts, 1, SINK)
     size = 5_000_000
@@ -119,6 +121,7 @@ def test_the_rate_is_reached_and_kept_and_can_be_changed(hosts: Hosts) -> None:
     assert 3.5 * MBIT < 8 * size / printed(hosts, 0, SEND, hosts.ip(1), size) < 5 * MBIT
 
 
+@pytest.mark.timing
 def test_what_waits_leaves_at_the_new_rate() -> None:
     with Hosts(2, rate=20_000) as hosts:
         serve(hosts, 1, SINK)

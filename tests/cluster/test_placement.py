@@ -35,6 +35,7 @@ def shares(run: pl.Run) -> dict[int, dict[str, int]]:
     return found
 
 
+@pytest.mark.timing
 def test_shares_follow_real_speeds_while_they_change(ray_workers: pl.Ray) -> None:
     """w0 runs a quarter of the time, and from step 25 on w3 does instead."""
 
@@ -84,10 +85,11 @@ def test_tiles_of_a_killed_worker_go_on_where_they_were(ray_workers: pl.Ray) -> 
     assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
+@pytest.mark.timing
 def test_a_slow_workers_data_are_not_forgotten(ray_workers: pl.Ray) -> None:
     """Each has a quarter of the data for itself; the fastest three are awaited, and w2 is slow."""
     part = Partition(np.arange(EXAMPLES) // 128)
-    throttle = SlowWorkers(ray_workers, {"w2": FREE / 20}, period=0.05)
+    throttle = SlowWorkers(ray_workers, {"w2": FREE / 10}, period=0.05)
     least = {}
     for bound in (None, 2.0):
         trainer = pl.Trainer(

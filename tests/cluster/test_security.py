@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
 from paceline.testing.hosts import Hosts, missing
 
@@ -57,6 +58,26 @@ class Clusters:
     folder: Path
     good: Mapping[str, str]  # the environment of a node
     others: Mapping[str, str]  # that of a node of another cluster
+
+    def start(self, host: int) -> None:
+        """Start a host's cluster, in a folder of short name that is removed with the hosts."""
+        env = self.good if host == 0 else {"RAY_AUTH_MODE": "disabled"}
+        command = [
+            *("env", *UNSET, *(f"{name}={value}" for name, value in env.items())),
+            *(RAY, "start", "--head", f"--port={PORT}", f"--node-ip-address={self.hosts.ip(host)}"),
+            *("--include-dashboard=false", "--num-cpus=1", "--disable-usage-stats"),
+            *("--object-store-memory=100000000", f"--temp-dir={self.hosts._folder / f's{host}'}"),
+        ]
+        with (self.folder / f"ray{host}.log").open("w") as log:  # what it starts keeps a pipe open
+            process = self.hosts.popen(host, command, stdout=log, stderr=log)
+        assert process.wait(180) == 0, (self.folder / f"ray{host}.log").read_text()
+
+    def revive(self, host: int) -> None:
+        """Start a host's cluster anew where a busy machine has ended it."""
+        raylet = str(Path(ray.__file__).parent / "core/src/ray/raylet/raylet")
+        if not self.hosts.pids(host, raylet):
+            self.hosts.kill(host)
+            self.start(host)
 
     def secret(self) -> str:
         return (self.folder / "ours" / "token").read_text()
@@ -108,21 +129,10 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
             assert f"--node-ip-address={hosts.ip(0)}" in done.stdout
         ours, theirs = (folder / name / hosts.ip(0) for name in ("ours", "theirs"))
         good, others = environment(ours), environment(theirs)
-        # Short, as the names of sockets are; it is removed with the hosts.
-        short = Path(hosts._folder)
-        started = []
-        for host, env in ((0, good), (1, {"RAY_AUTH_MODE": "disabled"})):
-            command = [
-                *("env", *UNSET, *(f"{name}={value}" for name, value in env.items())),
-                *(RAY, "start", "--head", f"--port={PORT}", f"--node-ip-address={hosts.ip(host)}"),
-                *("--include-dashboard=false", "--num-cpus=1", "--disable-usage-stats"),
-                *("--object-store-memory=100000000", f"--temp-dir={short / f's{host}'}"),
-            ]
-            with (folder / f"ray{host}.log").open("w") as log:
-                started.append(hosts.popen(host, command, stdout=log, stderr=log))
-        for host, process in enumerate(started):
-            assert process.wait(90) == 0, (folder / f"ray{host}.log").read_text()
-        yield Clusters(hosts, folder, good, others)
+        both = Clusters(hosts, folder, good, others)
+        both.start(0)
+        both.start(1)
+        yield both
 
 
 def run(
@@ -130,6 +140,7 @@ def run(
 ) -> tuple[dict[str, object], str]:
     """Be a client; return what it found, and all that it wrote."""
     hosts = clusters.hosts
+    clusters.revive(case.host)
     settings = dict(clusters.good if case.host == 0 else {"RAY_AUTH_MODE": "disabled"})
     settings = {name: value for name, value in settings.items() if name not in case.without}
     settings |= {name: clusters.others[name] for name in case.foreign}
@@ -144,7 +155,7 @@ def run(
     home.mkdir(exist_ok=True)
     command = ["env", *UNSET, f"HOME={home}", *(f"{n}={v}" for n, v in settings.items())]
     done = hosts.run(
-        case.host, [*command, sys.executable, "-c", CLIENT, json.dumps(given)], timeout=90
+        case.host, [*command, sys.executable, "-c", CLIENT, json.dumps(given)], timeout=180
     )
     told = done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -203,7 +214,7 @@ CASES = {
 def test_who_is_refused(case: Case, clusters: Clusters) -> None:
     found, told = run(clusters, case)
     assert found.get("error") == case.error and case.said in str(found["said"]), told
-    assert float(str(found["seconds"])) < 8, told
+    assert float(str(found["seconds"])) < 30, told  # Ray itself tries for a minute
     assert found["left"] or case.joined, told  # Ray is not left running here
     theirs = (clusters.folder / "theirs" / "token").read_text()
     for secret in (clusters.secret(), theirs, case.token or theirs):
@@ -240,7 +251,7 @@ def test_the_doctor_asks_without_a_token(clusters: Clusters) -> None:
     command = ["env", *UNSET, "RAY_AUTH_MODE=disabled", sys.executable]
     command += ["-m", "paceline", "doctor", "--json", "--workers=1"]
     address = f"--address={clusters.hosts.ip(1)}:{PORT}"
-    done = clusters.hosts.run(1, [*command, address], timeout=90)
+    done = clusters.hosts.run(1, [*command, address], timeout=180)
     findings = json.loads(done.stdout)["findings"]
     assert any("not authenticated: whoever reaches" in each["text"] for each in findings), findings
 
@@ -250,7 +261,7 @@ def test_a_cluster_of_our_own_has_a_token_for_one_user_alone(clusters: Clusters)
     home.mkdir()
     given = {"address": None, "joined": False, "allow_insecure": False, "journal": None}
     command = ["env", *UNSET, f"HOME={home}", sys.executable, "-c", CLIENT, json.dumps(given)]
-    done = clusters.hosts.run(1, ["sh", "-c", 'umask 000; exec "$@"', "sh", *command], timeout=90)
+    done = clusters.hosts.run(1, ["sh", "-c", 'umask 000; exec "$@"', "sh", *command], timeout=180)
     assert json.loads(done.stdout.splitlines()[-1]).get("steps") == 2, done.stdout + done.stderr
     token = home / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o777 == 0o600

@@ -19,7 +19,7 @@ from paceline.core.protocol import Cancel, Finished, Left, Start, Step, Task
 from paceline.testing import SlowWorkers
 from tests.conftest import cross_entropy
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timing]
 
 WORKERS, SLOW, OTHERS = 8, ("w1", "w4", "w6"), ("w0", "w2", "w5")
 # A quarter of what each would have if all computed at once; as fewer do, it is less than that.
