@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import paceline as pl
 from paceline.codecs.base import Codec
 from paceline.core.errors import WorkersLost
 from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
+from paceline.engines.ray.job import RayJob
+from paceline.engines.ray.pool import Member
 from paceline.testing import Throttle
 from paceline.training.checkpoint import read
 from tests.conftest import cross_entropy, flat, make_learner
@@ -189,21 +192,20 @@ def test_nobody_waits_for_a_slowed_worker_and_its_late_results_are_not_used(
     assert not [e for e in run.journal if isinstance(e.event, Left)]
 
 
-def test_a_repeated_or_foreign_answer_is_not_taken(ray_workers: pl.Ray) -> None:
+def test_a_repeated_or_foreign_answer_is_not_taken(
+    ray_workers: pl.Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray delivers at least once when calls are retried: hand every answer over three times."""
     learner = make_learner()
     trainer = pl.Trainer(learner, pl.asynchronous(), ray_workers, progress=False)
-    finish = ray_workers._finished
+    finish = RayJob._finished
 
-    def thrice(member: object, future: object) -> None:
+    def thrice(self: RayJob, member: Member, future: Future[object]) -> None:
         for _ in range(3):
-            finish(member, future)  # type: ignore[arg-type]
+            finish(self, member, future)
 
-    ray_workers._finished = thrice  # type: ignore[method-assign]
-    try:
-        run = trainer.fit(steps=20)
-    finally:
-        del ray_workers._finished
+    monkeypatch.setattr(RayJob, "_finished", thrice)
+    run = trainer.fit(steps=20)
     finished = [e.event.task for e in run.journal if isinstance(e.event, Finished)]
     assert len(finished) == len(set(finished))
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]

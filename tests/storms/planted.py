@@ -19,7 +19,7 @@ from paceline.core.ledger import Ledger
 from paceline.core.protocol import Discard, Event, Finished, Left
 from paceline.engines.checks import ResultCheck
 from paceline.engines.ray.calls import Calls
-from paceline.engines.ray.engine import Ray
+from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Pool
 from paceline.engines.ray.reducer import DriverReducer
 from paceline.engines.ray.servers.recovery import Recovery
@@ -54,17 +54,17 @@ def _forget_lost() -> list[Patch]:
 
 
 def _say_nothing_of_a_death() -> list[Patch]:
-    whole = Ray._lose
+    whole = RayJob._lose
 
     def broken(self: Any, member: Any, why: str, distrust: bool = False) -> None:
         whole(self, member, why, distrust)
         self._events = type(self._events)(e for e in self._events if not isinstance(e, Left))
 
-    return [(Ray, "_lose", broken)]
+    return [(RayJob, "_lose", broken)]
 
 
 def _wait_for_ever() -> list[Patch]:
-    return [(Ray, "_overdue", lambda self, member, order: True)]
+    return [(RayJob, "_overdue", lambda self, member, order: True)]
 
 
 def _add_in_order_of_arrival() -> list[Patch]:
@@ -148,7 +148,7 @@ def _count_a_result_twice() -> list[Patch]:
     def finished(self: Any, member: Any, future: Any) -> None:
         answer = future.result(timeout=0) if future.exception(timeout=0) is None else None
         if answer is not None and self._pool.is_current(member) and member.busy is None:
-            self._results().accept(_read(answer))
+            self.reducer.accept(_read(answer))
             self._events.append(Finished(answer[0][3], answer[2], answer[3], answer[4]))
             return
         _FINISHED(self, member, future)
@@ -156,7 +156,7 @@ def _count_a_result_twice() -> list[Patch]:
     return [
         (Calls, "_take", take),
         (Ledger, "record", hold),
-        (Ray, "_finished", finished),
+        (RayJob, "_finished", finished),
         (DriverReducer, "accept", accept),
     ]
 
@@ -180,13 +180,13 @@ def _keep_every_order() -> list[Patch]:
         def pop(self, key: int, *default: Any) -> Any:
             return self.get(key, *default)
 
-    whole = Ray._clear
+    whole = RayJob.begin
 
     def broken(self: Any) -> None:
-        whole(self)
         self._orders = Kept()
+        whole(self)
 
-    return [(Ray, "_clear", broken)]
+    return [(RayJob, "begin", broken)]
 
 
 def _throw_away_what_came_twice() -> list[Patch]:
@@ -204,7 +204,7 @@ def _throw_away_what_came_twice() -> list[Patch]:
 
 def _come_twice() -> list[Patch]:
     """Not a bug by itself: results reach the books as often as they come."""
-    whole = Ray._finished
+    whole = RayJob._finished
 
     def broken(self: Any, member: Any, future: Any) -> None:
         before = len(self._events)
@@ -212,7 +212,7 @@ def _come_twice() -> list[Patch]:
         if len(self._events) > before and isinstance(self._events[-1], Finished):
             self._events.append(self._events[-1])
 
-    return [(Ray, "_finished", broken)]
+    return [(RayJob, "_finished", broken)]
 
 
 def _count_the_dead() -> list[Patch]:
@@ -297,7 +297,7 @@ def _read(answer: Any) -> Any:
     return read(answer)
 
 
-_FINISHED = Ray._finished
+_FINISHED = RayJob._finished
 
 
 def _end_without_a_checkpoint() -> list[Patch]:
@@ -312,7 +312,7 @@ def _end_without_a_checkpoint() -> list[Patch]:
 
 
 def _end_the_run_for_one_exception() -> list[Patch]:
-    return [(Ray, "_is_users_fault", lambda self, member: True)]
+    return [(RayJob, "_is_users_fault", lambda self, member: True)]
 
 
 def _look_at_deadlines_only_when_idle() -> list[Patch]:

@@ -27,8 +27,9 @@ from paceline.core.journal import Entry, Header, read_entries, read_header
 from paceline.core.protocol import Command, Event, Finished, Step, WorkerId
 from paceline.engines.base import Job
 from paceline.engines.checks import KNOWN, samples_of
-from paceline.engines.ray.pool import Member
-from paceline.engines.ray.reducer import DriverReducer, Reducer
+from paceline.engines.ray.job import RayJob, Timeouts
+from paceline.engines.ray.pool import Member, Pool
+from paceline.engines.ray.reducer import DriverReducer
 from paceline.engines.ray.servers.recovery import NoRoute
 from paceline.engines.ray.servers.reducer import ShardedReducer
 from paceline.engines.ray.worker import Answer, Token
@@ -238,21 +239,36 @@ class Storm:
         return bool((abs(one - other) <= self.case.tolerance * abs(one)).all())
 
 
-class CheckedRay(SimulatedRay):
+class CheckedJob(RayJob):
     """Looks at itself after every event."""
 
-    def __init__(self, case: Case, world: World) -> None:
-        servers = case.servers or "driver"
-        super().__init__(case.workers, world, servers, start_timeout=5.0, respawns=10**6)
+    def __init__(self, world: World, workers: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._world, self._size = world, workers
         self._poisoned: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+        self._tokens: dict[int, Token] = {}
+
+    def start_clock(self) -> None:
+        """Note from now on the token of each result that the driver takes in."""
+        super().start_clock()
+        if isinstance(self.reducer, DriverReducer):
+            take = self.reducer.accept
+
+            def accept(answer: Answer) -> bool:
+                taken = take(answer)
+                if taken:
+                    self._tokens[answer.token.task] = answer.token
+                return taken
+
+            vars(self.reducer)["accept"] = accept
 
     def next_event(self) -> tuple[float, WorkerId, Event] | None:
         found = super().next_event()
-        self.world.usual_is_known = len(self._check._norms) >= KNOWN
+        self._world.usual_is_known = len(self._check._norms) >= KNOWN
         self._check_joined()
-        most = 8 * self.size + 64
+        most = 8 * self._size + 64
         held, expected = self._held_and_expected()
-        reducer = self._reducer
+        reducer = self.reducer
         steps = reducer.machine.steps if isinstance(reducer, ShardedReducer) else None
         sizes = {
             "orders": len(self._orders),
@@ -266,58 +282,41 @@ class CheckedRay(SimulatedRay):
         }
         for slot in steps.slots if steps else ():
             published = slot.newest.parts[0].ref.future()
-            if published.node not in self.world.dead and published.done():
+            if published.node not in self._world.dead and published.done():
                 finite = bool(np.isfinite(published.result(timeout=0)).all())
                 require(finite, "I9", f"server {slot.server} has published {published}")
         for name, size in sizes.items():
-            require(size <= most, "I8", f"{size} {name} for {self.size} workers")
+            require(size <= most, "I8", f"{size} {name} for {self._size} workers")
         return found
 
     def _held_and_expected(self) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
         """Return the results that the reducer holds, and those that it waits for."""
-        match self._reducer:
+        match self.reducer:
             case ShardedReducer(machine=machine):
                 return machine.results.held, machine.results.expected
             case DriverReducer(_results=results, _expected=expected):
                 return results._held, expected
         return {}, {}
 
-    def _make_reducer(self, job: Job) -> Reducer:
-        """Note the token of each result that the driver takes in."""
-        reducer = super()._make_reducer(job)
-        if isinstance(reducer, DriverReducer):
-            take = reducer.accept
-            self._tokens: dict[int, Token] = {}
-
-            def accept(answer: Answer) -> bool:
-                taken = take(answer)
-                if taken:
-                    self._tokens[answer.token.task] = answer.token
-                return taken
-
-            vars(reducer)["accept"] = accept
-        return reducer
-
     def _token(self, task: int) -> Token:
         """Return the token under which a held result came."""
-        if isinstance(self._reducer, DriverReducer):
+        if isinstance(self.reducer, DriverReducer):
             return self._tokens[task]
         token: Token = self._held_and_expected()[0][task].token
         return token
 
     def _check_joined(self) -> None:
         """I14: a worker joins soon after there is a machine for it, however late that is."""
-        for name, member in ({} if self._pool is None else self._pool.members).items():
+        for name, member in self._pool.members.items():
             due = member.actor.due if member.actor.alive and not member.joined else None
-            joins = due is None or self.world.now <= due
+            joins = due is None or self._world.now <= due
             require(joins, "I14", f"{name} had a machine and did not join in {JOINS_IN} s")
 
     def _failed(self, member: Member, future: Future[Any]) -> bool:
         """I13: samples that raise on two machines end the run, and nothing less does."""
-        counts = self._pool is not None and self._pool.is_current(member)
         error = future.exception(timeout=0)
         order = None if member.busy is None else self._orders.get(member.busy.task)
-        if not counts or POISON not in str(error) or order is None:
+        if not self._pool.is_current(member) or POISON not in str(error) or order is None:
             return super()._failed(member, future)
         assert member.place is not None
         places = self._poisoned.setdefault(samples_of(order.task), [])
@@ -332,15 +331,14 @@ class CheckedRay(SimulatedRay):
         require(len(nodes) < 2, "I13", f"the same samples raised on {nodes}, and the run went on")
         return lost
 
-    def execute(self, node: WorkerId, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         if isinstance(command, Step):
             for id in command.weights:
                 token = self._token(id)
                 require(token.task == id, "I1", f"{token} is used as task {id}")
                 require(token.run == self._run, "I2", f"{token} is of another run")
-        super().execute(node, command)
+        super().execute(command)
         if isinstance(command, Step):
-            assert self._job is not None
             finite = bool(np.isfinite(self._job.server.vector).all())
             require(finite, "I9", "a step made the model not finite")
 
@@ -348,8 +346,21 @@ class CheckedRay(SimulatedRay):
         before = len(self._events)
         super()._finished(member, future)
         told = any(isinstance(event, Finished) for event in list(self._events)[before:])
-        alive = self._pool is not None and self._pool.is_current(member)
+        alive = self._pool.is_current(member)
         require(not told or alive, "I2", f"a result of a former {member.name} was taken in")
+
+
+class CheckedRay(SimulatedRay):
+    """Runs jobs that look at themselves."""
+
+    def __init__(self, case: Case, world: World) -> None:
+        servers = case.servers or "driver"
+        super().__init__(case.workers, world, servers, start_timeout=5.0, respawns=10**6)
+
+    def _make_job(self, job: Job, pool: Pool) -> RayJob:
+        timeouts = Timeouts(self._timeout, self._start_timeout)
+        given = job, pool, self._calls, self._events, timeouts, self._carriers
+        return CheckedJob(self.world, self.size, *given)
 
     def check_closed(self) -> None:
         alive = [a.name for a in self.world.actors if a.alive and not a.ending]

@@ -76,7 +76,7 @@ def test_a_left_out_server_returns_when_its_link_is_good_again(
     slots: dict[int, int] = {}
 
     def look(step: int) -> None:
-        slots[step] = len(engine._reducer.machine.steps.slots)  # type: ignore[union-attr]
+        slots[step] = len(engine._open.reducer.machine.steps.slots)  # type: ignore[union-attr]
 
     actions: dict[int, Callable[[], None]] = {
         5: lambda: world.slow.add("n1"),
@@ -246,7 +246,7 @@ def test_the_slices_of_a_model_are_freed_with_the_run() -> None:
     machines: list[weakref.ref[Machine]] = []
 
     def look() -> None:
-        machines.append(weakref.ref(engine._reducer.machine))  # type: ignore[union-attr]
+        machines.append(weakref.ref(engine._open.reducer.machine))  # type: ignore[union-attr]
 
     gc.collect()
     gc.disable()

@@ -156,13 +156,13 @@ def test_what_a_lost_server_says_that_it_keeps_is_not_relied_on(
 
         def look(engine: Any = engine) -> None:
             members = engine._server_pool.members
-            slots = engine._reducer.machine.steps.slots
+            slots = engine._open.reducer.machine.steps.slots
             kept = [each for slot in slots for each in slot.states.values()]
             lives = {Kept(name, member.incarnation) for name, member in members.items()}
             keepers.extend(each in lives for each in kept if isinstance(each, Kept))
 
         def lose(engine: Any = engine, world: World = world, look: Any = look) -> None:
-            engine._reducer.machine.handle(ServerLost("s2", "it was slow"))
+            engine._open.reducer.machine.handle(ServerLost("s2", "it was slow"))
             world.after(0.5, look)
 
         watch = [AtStep(5, partial(world.after, 0.2, lose))]  # while the state is on its way

@@ -48,6 +48,10 @@ class TrainingEngine(Engine, Protocol):
     def is_exact(self) -> bool:
         """Whether `open` continues the work in flight that `save` returned."""
 
+    @property
+    def starting(self) -> str:
+        """The reason why a job has not begun yet; "" once it has. Any thread may read it."""
+
     def open(self, job: Job, saved: Saved | None = None) -> None:
         """Begin a job; with `saved`, continue exactly from the state that `save` returned."""
 

@@ -207,6 +207,10 @@ class Simulator:
         return True
 
     @property
+    def starting(self) -> str:
+        return ""  # a job begins at once
+
+    @property
     def interruptible(self) -> bool:
         """Whether cancelled work ends at once."""
         return self._interruptible

@@ -101,7 +101,7 @@ class Fit:
                 {MAIN: meter},
                 meter,
                 engine.now,
-                lambda: getattr(engine, "starting", ""),
+                lambda: engine.starting,
             )
             for callback in self._callbacks:
                 callback.started(live)

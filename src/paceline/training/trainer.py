@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.core.errors import Terminated
-from paceline.core.logs import tell_left_out
 from paceline.core.policy import Policy
-from paceline.core.protocol import Prices, WorkerId
+from paceline.core.protocol import Prices
 from paceline.engines.base import TrainingEngine
 from paceline.gossip.compatibility import check_gossip, check_gossip_settings
-from paceline.gossip.engine import gossip_engine
 from paceline.gossip.policy import Gossip
-from paceline.gossip.training import Ends, GossipTraining
 from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust
 from paceline.policies.placement.base import Placement
-from paceline.report.callbacks import Callback, Live, Progress, check_callbacks
+from paceline.report.callbacks import Callback, Progress, check_callbacks
 from paceline.training.automatic import check_auto, compare_rates, planned
 from paceline.training.checkpoint import Checkpoints
 from paceline.training.compatibility import (
@@ -33,12 +28,12 @@ from paceline.training.compatibility import (
     tiles_of,
     with_placement,
 )
-from paceline.training.fit import Condition, Ending, Fit
+from paceline.training.decentralized import fit_decentralized
+from paceline.training.fit import Condition, Fit
 from paceline.training.observers import Setup, tell_fitted, tell_fitting, wished_progress
 from paceline.training.restore import Start, restore
 from paceline.training.run import Run
-from paceline.training.settings import Given, Settings, shown, unused
-from paceline.training.signals import signals
+from paceline.training.settings import Given, Settings, shown
 
 if TYPE_CHECKING:  # these need torch and scipy
     from paceline.codecs.base import Codec
@@ -242,7 +237,7 @@ class Trainer:
         settings, on = self._settled(), self._given
         callbacks = shown(wished_progress(on.progress), on.callbacks)
         if isinstance(settings.policy, Gossip):
-            return self._fit_decentralized(settings.policy, ends, until, callbacks)
+            return fit_decentralized(settings, settings.policy, ends, until, callbacks)
         server, self._server = self._server, None
         fit = Fit(settings, self._start, ends, until, callbacks, server)
         try:
@@ -265,53 +260,6 @@ class Trainer:
         return self
 
     # --- the parts of fit ------------------------------------------------------------------------
-
-    def _fit_decentralized(
-        self,
-        policy: Gossip,
-        ends: dict[str, float],
-        until: Condition | None,
-        callbacks: Sequence[Callback],
-    ) -> Run:
-        """Train under a decentralized policy; the ends count over all nodes together."""
-
-        def journal(node: WorkerId) -> Path | None:
-            path = None if on.journal is None else Path(on.journal)
-            return None if path is None else unused(path.with_stem(f"{path.stem}-{node}"), None)
-
-        settings, on = self._settled(), self._given
-        codec, nodes, about = settings.codec, on.engine.size, settings.about_run()
-        training = GossipTraining(
-            on.learner, policy, settings.tiles, codec, on.seed, about, on.prices, journal
-        )
-        engine, ended, caught = gossip_engine(on.engine), Ending(), list[int]()
-        with contextlib.ExitStack() as finally_:
-            finally_.callback(ended.tell, callbacks)
-            finally_.callback(tell_left_out)
-            live = Live(training.header, training.meter.nodes, training.meter.total, engine.now)
-            for callback in callbacks:
-                callback.started(live)
-            caught_signals = signals(engine.stop, caught)
-            limits = Ends(ends["steps"] * nodes, ends["samples"], ends["seconds"], until)
-            ended.text = training.train(
-                engine, limits, callbacks, lambda: finally_.enter_context(caught_signals)
-            )
-        total, driven = training.meter.total, training.policy
-        run = Run(
-            training.mean(),
-            total.arrays(),
-            total,
-            training.journals,
-            driven,
-            ended.text,
-            driven,
-            meters=training.meter.nodes,
-            make_models=training.models,
-            more=training.summary,
-        )
-        if signal.SIGTERM in caught:
-            raise Terminated(run)
-        return run
 
     def _ends(
         self,

@@ -41,6 +41,12 @@ class Member:
     model_bytes: int | None = None  # bytes of its last model, if it came as changes
     refunds: list[TaskId] = field(default_factory=list)  # unused results, not yet reported to it
 
+    def reset(self) -> None:
+        """Forget the job that has ended; the process stays."""
+        self.busy, self.joined, self.call = None, False, None
+        self.model_version, self.model_bytes, self.refunds = None, None, []
+        self.waiting.clear()
+
 
 @dataclass(frozen=True)
 class RayWorkers:
@@ -222,12 +228,17 @@ class Pool:
     def __init__(
         self, names: Sequence[str], make: Callable[[str], Any], respawns: int, cluster: Cluster
     ) -> None:
-        self._names, self._make, self._respawns = names, make, respawns
+        self._names, self._make, self.respawns = names, make, respawns
         self.cluster, self._node = cluster, cluster.node()
         self.members: dict[str, Member] = {}
         self._failures: dict[str, int] = {}  # in a row, without a result in between
         self._paused: set[str] = set()  # names to start later
         self._made = 0  # processes so far
+
+    @property
+    def size(self) -> int:
+        """The number of names."""
+        return len(self._names)
 
     def fill(self) -> None:
         """Start all missing actors, and reset the respawns of all."""
@@ -263,7 +274,7 @@ class Pool:
         self._make_sure(member)
         del self.members[member.name]
         failures = self._failures[member.name] = self._failures.get(member.name, 0) + 1
-        if failures > self._respawns:
+        if failures > self.respawns:
             return None
         self._paused.add(member.name)
         doublings = failures - 1 if distrust else failures - 2
@@ -287,6 +298,11 @@ class Pool:
         """Return the nodes that have members, each once."""
         places = [m.place for m in self.members.values() if m.joined]
         return list(dict.fromkeys(place.node for place in places if place is not None))
+
+    def with_process(self) -> list[str]:
+        """Return the members whose process exists, so that they wait for no node."""
+        has_process = self.cluster.has_process
+        return [name for name, member in self.members.items() if has_process(member.actor)]
 
     def add(self, name: str) -> None:
         """Start a member that was removed."""
