@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from examples.fashion_mnist import fashion_mnist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import _report  # noqa: F401 (so that the examples are found)
+import _report  # noqa: F401 (adds the examples to the path)
+from fashion_mnist import fashion_mnist
 
 
 def images() -> TensorDataset:

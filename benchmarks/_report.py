@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Some benchmarks use the fault simulation and the oracles of the tests, or the examples' data.
-sys.path.append(str(Path(__file__).parents[1]))
+_ROOT = Path(__file__).parents[1]
+sys.path.extend([str(_ROOT), str(_ROOT / "examples")])
 
 
 def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParser:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from examples.fashion_mnist import fashion_mnist
 
 import placement_guard
 from _report import finish, machine, parser, table
+from fashion_mnist import fashion_mnist
 from paceline.data import partition as cut
 
 BOUNDS = {"seconds_60k": 1.0, "seconds_1m": 10.0, "growth": 1.35, "stream_over_stratified": 1 / 1.5}

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from examples.fashion_mnist import fashion_mnist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from _report import OtherLoad, finish, machine, parser, table
+from fashion_mnist import fashion_mnist
 from paceline.data.sampling import Stream
 from paceline.ddp import ProportionalSampler
 from paceline.testing import Throttle

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from examples.fashion_mnist import fashion_mnist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
 from _fashion import pixel_loss
 from _report import finish, machine, parser, table, told
+from fashion_mnist import fashion_mnist
 from paceline.core.policy import Policy
 from paceline.data.partition.base import Partition
 

@@ -215,9 +215,10 @@ def regression() -> tuple[pl.learners.LeastSquares, Callable[[Any], float]]:
 @cache
 def fashion() -> tuple[Any, Callable[[Any], float]]:
     import torch
-    from examples.fashion_mnist import fashion_mnist
     from torch import nn
     from torch.utils.data import TensorDataset
+
+    from fashion_mnist import fashion_mnist
 
     torch.set_num_threads(1)
     data = fashion_mnist()
