@@ -36,7 +36,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -112,10 +112,11 @@ class Watched(pl.Ray):
     def open(self, job: Job, saved: Saved | None = None) -> None:
         self.decided: list[float] = []
         self.sent: dict[int, dict[WorkerId, float]] = {}
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         began = time.perf_counter()
         super().open(job, saved)
-        self._door.fault = self._timed("checking", self._door.fault)  # type: ignore[method-assign]
+        check = self._check
+        check.fault = self._timed("checking", check.fault)  # type: ignore[method-assign]
         self.opened = time.perf_counter() - began
 
     def execute(self, node: WorkerId, command: Command) -> None:
