@@ -408,7 +408,7 @@ def measure(
 def is_enough(found: dict[str, Any]) -> bool:
     """Tell whether goodput is as high as promised, by either way to count who was there."""
     ways = found["goodput"], found["goodput_of_workers_taken_for_there"]
-    return min(ways) >= GOODPUT
+    return bool(min(ways) >= GOODPUT)
 
 
 def main() -> None:

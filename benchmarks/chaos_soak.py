@@ -183,7 +183,9 @@ def main() -> None:
     options.add_argument("--minutes", type=float, default=20.0)
     arguments = options.parse_args()
     quick, load = arguments.quick, OtherLoad()
-    settings = (0.4, 6.0, 0.5) if quick else (arguments.minutes, 30.0, 3.0)
+    settings: tuple[float, float, float] = (
+        (0.4, 6.0, 0.5) if quick else (arguments.minutes, 30.0, 3.0)
+    )
     with tempfile.TemporaryDirectory() as folder:
         figures = soak(*settings, Path(folder))
     figures["other_load_cores"] = load.cores()

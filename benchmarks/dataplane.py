@@ -265,7 +265,8 @@ LARGE_RATE = 300.0  # the outputs of eight such layers, and so the gradients, ar
 
 
 def deep_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch[0]).pow(2).mean()
+    loss: torch.Tensor = model(batch[0]).pow(2).mean()
+    return loss
 
 
 def deep_model(width: int) -> nn.Module:
@@ -320,7 +321,7 @@ def large(width: int) -> dict[str, Any]:
     # In units of the model. Driver: its own server, and in the end the model for the user. Workers
     # and servers: values and gradients. The store: four results and two versions of the model.
     units = 2 + 4 * 2 + 2 + (4 + 2)
-    figures = {
+    figures: dict[str, Any] = {
         "model_MB": round(size),
         "steps": run.steps,
         "seconds_per_step": [round(float(s), 1) for s in np.diff(run.metrics["seconds"])],

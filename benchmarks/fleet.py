@@ -51,6 +51,8 @@ from _report import finish, machine, parser, quantile, table
 from paceline.core.protocol import Command, Step, Task, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.engines.base import Job
+from paceline.engines.ray.job import RayJob
+from paceline.engines.ray.pool import Pool
 from paceline.learners.arrays import ArrayReplica, ArrayServer, Quadratic
 from paceline.learners.base import Array, Outcome, Proceed, Saved
 from paceline.testing import hosts
@@ -115,8 +117,6 @@ class Watched(pl.Ray):
         self.spent: defaultdict[str, float] = defaultdict(float)
         began = time.perf_counter()
         super().open(job, saved)
-        check = self._check
-        check.fault = self._timed("checking", check.fault)  # type: ignore[method-assign]
         self.opened = time.perf_counter() - began
 
     def execute(self, node: WorkerId, command: Command) -> None:
@@ -124,11 +124,16 @@ class Watched(pl.Ray):
             self.decided.append(time.perf_counter())
         super().execute(node, command)
 
-    def _cancel(self, id: int) -> None:
-        self._timed("cancelling", super()._cancel)(id)
+    def _make_job(self, job: Job, pool: Pool) -> RayJob:
+        under_way = super()._make_job(job, pool)
+        check = under_way._check
+        check.fault = self._timed("checking", check.fault)  # type: ignore[method-assign]
+        cancel = self._timed("cancelling", under_way._cancel)
+        under_way._cancel = cancel  # type: ignore[method-assign]
+        return under_way
 
-    def _make_reducer(self, job: Job) -> Any:
-        reducer = super()._make_reducer(job)
+    def _make_reducer(self, job: Job, pool: Pool, under_way: RayJob) -> Any:
+        reducer = super()._make_reducer(job, pool, under_way)
         send = self._timed("sending", reducer.dispatch)
 
         def dispatch(member: Any, token: Any, task: Task, model: Any) -> Any:

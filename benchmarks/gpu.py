@@ -41,6 +41,8 @@ def examples() -> TensorDataset:
 class Net(nn.Module):
     """A frozen bfloat16 layer, a trained one with batch statistics, and a constant buffer."""
 
+    mask: Tensor
+
     def __init__(self, hidden: int = 256) -> None:
         super().__init__()
         self.base = nn.Linear(INPUTS, hidden).to(torch.bfloat16).requires_grad_(False)
@@ -67,7 +69,8 @@ def which(model: nn.Module, batch: Any) -> Tensor:
     number = -1.0
     if batch[0].is_cuda:
         number = float(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
-    return model(batch[0]).sum() * 0.0 + number
+    loss: Tensor = model(batch[0]).sum() * 0.0 + number
+    return loss
 
 
 def learner(device: str, loss: Any = entropy, hidden: int = 256) -> pl.TorchLearner:
@@ -150,7 +153,7 @@ def speed(gpus: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for hidden, steps in ((2_000, 20), (8_000, 8)):
         for servers in ("driver", gpus):
-            with pl.Ray(workers=gpus, timeout=300, servers=servers) as engine:  # type: ignore[arg-type]
+            with pl.Ray(workers=gpus, timeout=300, servers=servers) as engine:
                 run = train(engine, learner("cuda", hidden=hidden), steps)
             seconds = np.diff(run.metrics["seconds"])[2:]
             found[f"{hidden} wide, servers={servers}"] = round(float(np.median(seconds)), 4)

@@ -94,7 +94,7 @@ def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
     pixels, labels = test.tensors
     with torch.no_grad():
-        found = torch.cat([outputs(model, some).argmax(dim=1) for some in pixels.split(500)])
+        found = torch.cat([outputs(model, some).argmax(dim=1) for some in torch.split(pixels, 500)])
     return 100 * float((found == labels).float().mean())
 
 

@@ -101,7 +101,7 @@ def perceptron(width: int) -> nn.Module:
 
 @cache
 def digits() -> Task:
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
@@ -262,4 +262,4 @@ def saved(figures: dict[str, Any], kind: str) -> float:
     methods = {
         name: f for name, f in figures.items() if name not in ("no communication", "too late")
     }
-    return max(f["saved"] for f in methods.values() if f[kind] >= least)
+    return max(float(f["saved"]) for f in methods.values() if f[kind] >= least)

@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def parts(quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     digits = load_digits()
     seeds = [0, 1] if quick else list(range(10))

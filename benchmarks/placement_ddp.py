@@ -89,7 +89,7 @@ def equal(data: Images, model: nn.Module) -> Iterator[None]:
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             yield
 
@@ -103,7 +103,7 @@ def proportional(data: Images, model: nn.Module, sampler: ProportionalSampler) -
         for images, labels in sampler.measured(loader):
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            sampler.scale(loss).backward()
+            sampler.scale(loss).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             yield
 
@@ -120,7 +120,8 @@ def alone(data: Images, steps: int) -> nn.Module:
     for _, start in zip(range(steps), places, strict=False):
         images, labels = data.__getitems__(stream.indices(start, BATCH).tolist())
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model
 

@@ -22,6 +22,7 @@ from _report import finish, machine, parser, table, told
 from fashion_mnist import fashion_mnist
 from paceline.core.policy import Policy
 from paceline.data.partition.base import Partition
+from paceline.delays.models import Delay
 
 WORKERS, SLOWDOWN, SLOW_CLASS = 10, 10.0, 8  # bags: a class that nobody takes for another
 BOUNDS = {"points": 1.0, "collapse": 0.3}
@@ -60,7 +61,7 @@ def measure(seeds: Sequence[int], steps: int) -> dict[str, Any]:
     sgd = partial(torch.optim.SGD, lr=0.1)
     learner = pl.TorchLearner(make_model(), pixel_loss, sgd, TensorDataset(images, labels), 320)
     delay = pl.delays.ShiftedExponential(0.8, 0.2)
-    delays = [*[delay] * (WORKERS - 1), pl.delays.Scaled(delay, SLOWDOWN)]
+    delays: list[Delay] = [*[delay] * (WORKERS - 1), pl.delays.Scaled(delay, SLOWDOWN)]
     found: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         for name, (policy, placement) in methods(shards, tiles).items():

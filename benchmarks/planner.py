@@ -106,7 +106,7 @@ def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float
     profile = pl.Profile({f"w{i}": each for i in range(workers)}, 1)
     timeline = Timeline(pl.asynchronous(damping=False), profile, seed)
     timeline.reach(10**9, seconds)
-    rates = []
+    rates: list[float] = []
     for curvature in (STEEP, FLAT):
         modes = Modes(np.array([curvature]), np.ones(1), np.zeros(1), 0.0)
         losses = np.array([float(x[0]) for x in descend(modes, [RATE], timeline.reads, 0)])
@@ -119,7 +119,7 @@ def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float
         if len(seen) < 3:
             return -math.inf
         slope = np.polyfit(*zip(*seen, strict=True), 1)[0]  # type: ignore[call-overload]
-        rates.append(-slope / 2)
+        rates.append(-float(slope) / 2)
     return min(rates)
 
 
@@ -286,7 +286,8 @@ def taken(look: Look, on: Fleet, seeds: Sequence[int], limit: float) -> float:
 def fleets_part(quick: bool, start: int, count: int) -> tuple[dict[str, Any], bool]:
     first, then = (range(1000, 1002), range(2000, 2003)) if quick else (
         range(1000, 1004), range(2000, 2010))  # fmt: skip
-    rows, results = [], []
+    rows: list[list[str]] = []
+    results: list[dict[str, Any]] = []
     for number in range(start, start + count):
         on = fleet(number)
         begin = time.perf_counter()

@@ -45,7 +45,7 @@ FIRST = "the first model"
 
 
 def digits() -> TensorDataset:
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     pixels, labels = load_digits(return_X_y=True)
     x = torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
@@ -78,9 +78,11 @@ def trained(data: TensorDataset, steps: int, lr: float) -> nn.Module:
     model(data.tensors[0][:1])  # its last layer is told its width
     if not steps:
         return model
-    return pl.Trainer(
+    run = pl.Trainer(
         learner(model, data, lr), pl.sync(), pl.Simulator(WORKERS), progress=False
-    ).fit(steps=steps).model  # fmt: skip
+    ).fit(steps=steps)  # fmt: skip
+    found: nn.Module = run.model
+    return found
 
 
 def diverges(

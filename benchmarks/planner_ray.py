@@ -91,7 +91,8 @@ def measure(quick: bool) -> tuple[dict[str, Any], bool]:
                     steps[name].append(float(np.mean(took[len(took) // 10 :])))
                     seconds[name].append(run.seconds if "condition" in run.reason else 10 * most)
                     print(f"  {name}, seed {seed}: {run.steps} steps, {run.reason}", flush=True)
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, dict[str, Any]] = {}
     for name, found in told.items():
         step, real = found.seconds / found.steps, statistics.median(steps[name])
         target = statistics.median(seconds[name])

@@ -16,9 +16,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import paceline as pl
 from _report import OtherLoad, finish, machine, parser, table
+from paceline.delays.models import Delay
 
 WORKERS, STEPS = 64, 10_000
 BOUNDS = {"seconds": 10.0, "bytes": 1_000_000.0}
@@ -34,14 +36,17 @@ for entry in read_entries(sys.argv[1]):
 """
 
 
-def write_journal(path: Path, policy: pl.Policy, steps: int) -> int:
+def write_journal(path: Path, policy: pl.protocol.Policy, steps: int) -> int:
     """Make a run, and return its number of entries."""
-    delays: list[pl.Delay] = [
+    delays: list[Delay] = [
         pl.delays.ShiftedExponential(0.08 * (1 + i % 5), 0.02) for i in range(WORKERS - 1)
     ]
     delays.append(pl.delays.Scaled(pl.delays.ShiftedExponential(0.08, 0.02), 10))
-    leaves = [(100.0, pl.protocol.Left("w3")), (300.0, pl.protocol.Joined("w3"))]
-    engine = pl.Simulator(WORKERS, delays, schedule=leaves)
+    absence: list[tuple[float, pl.protocol.Left | pl.protocol.Joined]] = [
+        (100.0, pl.protocol.Left("w3")),
+        (300.0, pl.protocol.Joined("w3")),
+    ]
+    engine = pl.Simulator(WORKERS, delays, schedule=absence)
     learner = pl.learners.Quadratic(
         tuple(1 / (1 + i) for i in range(20)), 2.0, lr=0.05, batch_size=1024
     )
@@ -69,7 +74,8 @@ def main() -> None:
     arguments.add_argument("--keep", type=Path, help="a folder for the pages, to look at them")
     given = arguments.parse_args()
     steps = STEPS // 10 if given.quick else STEPS
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         keep = given.keep or Path(folder)
         keep.mkdir(parents=True, exist_ok=True)

@@ -537,14 +537,15 @@ def main() -> None:
     figures["hedged"] = {"where": best, "seconds": seconds, "tasks": tasks}
 
     rounds = 1000 if quick else 5000
+    selectors: dict[str, Callable[[], pl.selection.Bandit | pl.selection.Allocate]] = {
+        "KL": pl.selection.Bandit,
+        "Thompson": lambda: pl.selection.Bandit(pl.selection.Thompson()),
+        "KL, discount": lambda: pl.selection.Bandit(discount=0.999),
+        "ATA": pl.selection.Allocate,
+    }
     choices = {
         f"{name}, {'all tried' if tried else 'all new'}": choice_ms(make(), tried, rounds)
-        for name, make in {
-            "KL": pl.selection.Bandit,
-            "Thompson": lambda: pl.selection.Bandit(pl.selection.Thompson()),
-            "KL, discount": lambda: pl.selection.Bandit(discount=0.999),
-            "ATA": pl.selection.Allocate,
-        }.items()
+        for name, make in selectors.items()
         for tried in (False, True)
     }
     print("\nmilliseconds for a round's learning and choosing, 10 of 100,000 workers")

@@ -6,6 +6,7 @@ Data:    made here, digits of a clock's display in noise
 
 import lightning
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,7 +14,7 @@ import paceline as pl
 from paceline.testing import SlowWorkers
 
 # The seven bars of a display, by row and column of a 7 x 5 picture, and who has which.
-BARS = {
+BARS: dict[str, tuple[int | slice, int | slice]] = {
     "a": (0, slice(1, 4)),
     "b": (slice(1, 3), 4),
     "c": (slice(4, 6), 4),
@@ -38,7 +39,7 @@ class Pictures(lightning.LightningDataModule):
         self.train = TensorDataset(pictures[:3584], labels[:3584])
         self.test = TensorDataset(pictures[3584:], labels[3584:])
 
-    def train_dataloader(self) -> DataLoader[list[Tensor]]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.train, batch_size=96, shuffle=True)
 
 
@@ -52,7 +53,8 @@ class Reader(lightning.LightningModule):
         )
 
     def forward(self, pictures: Tensor) -> Tensor:
-        return self.layers(pictures)
+        scores: Tensor = self.layers(pictures)
+        return scores
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         pictures, labels = batch
@@ -60,9 +62,9 @@ class Reader(lightning.LightningModule):
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.hparams.steps)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.hparams["steps"])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 

@@ -16,7 +16,7 @@ from quickstart import loss, make_model
 # Eight workers: 32 samples take each 80 ms and 20 ms more on average; one needs ten times as
 # long. 10 ms and 12.5 MB/s (100 Mbit/s) lie between them and the server.
 DELAY = pl.delays.ShiftedExponential(0.08, 0.02)
-DELAYS = [*[DELAY] * 7, pl.delays.Scaled(DELAY, 10)]
+SLOW = pl.delays.Scaled(DELAY, 10)
 LINK = pl.delays.Link(latency=0.01, down=12.5e6, up=12.5e6)
 
 # Where every result is a step, a step is made of fewer samples, and must be shorter.
@@ -36,7 +36,7 @@ def main() -> None:
     for name, policy, batch_size, lr in METHODS:
         sgd = partial(torch.optim.SGD, lr=lr)
         learner = pl.TorchLearner(make_model(), loss, sgd, train, batch_size)
-        engine = pl.Simulator(workers=8, delays=DELAYS, link=LINK, unit=32)
+        engine = pl.Simulator(workers=8, delays=[*[DELAY] * 7, SLOW], link=LINK, unit=32)
         run = pl.Trainer(learner, policy, engine, progress=False).fit(seconds=20)
         recent = run.metrics["seconds"] > run.seconds - 2
         last, waiting = run.metrics["loss"][recent].mean(), run.meter.waiting

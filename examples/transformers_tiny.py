@@ -37,17 +37,16 @@ class Sorting(Dataset[dict[str, Tensor]]):
 
 def make_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=LETTERS + 1,
-            n_positions=2 * LENGTH + 1,
-            n_embd=48,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=ANSWER,
-            eos_token_id=ANSWER,
-        )
+    config = GPT2Config(
+        vocab_size=LETTERS + 1,
+        n_positions=2 * LENGTH + 1,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=ANSWER,
+        eos_token_id=ANSWER,
     )
+    return GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
 
 
 def held_out_loss(model: GPT2LMHeadModel) -> float:
@@ -67,7 +66,8 @@ def main() -> None:
     )
     run = pl.Trainer(learner, pl.sync(), pl.Ray(workers=2)).fit(steps=250)
     print(run.summary())
-    before, after = held_out_loss(model.eval()), held_out_loss(run.model)
+    model.eval()  # type: ignore[no-untyped-call]
+    before, after = held_out_loss(model), held_out_loss(run.model)
     print(f"test loss before {before:.3f}, after {after:.3f}")
     tied = run.model.lm_head.weight is run.model.transformer.wte.weight
     print(f"first and last layer share their weights: {tied}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from paceline.core.checks import check_seconds, check_whole
 from paceline.core.protocol import Command, Event, Interrupted, WorkerId, worker_names
@@ -117,7 +117,7 @@ class Ray:
     def is_exact(self) -> bool:
         return False
 
-    def __enter__(self) -> Ray:
+    def __enter__(self) -> Self:
         self._keep += 1
         return self
 
