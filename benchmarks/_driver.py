@@ -1,4 +1,4 @@
-"""A driver in a process of its own on a host of the testbed, and the check of its runs."""
+"""Runs a driver in its own process on a host of the testbed, and checks its runs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def exactly_once(run: pl.Run) -> None:
 
 
 def resident(kind: str = "VmRSS") -> float:
-    """Return the megabytes that this process has; RssAnon: without those that it shares."""
+    """Return the resident memory of this process in megabytes; RssAnon: without shared pages."""
     status = Path("/proc/self/status").read_text()
     return float(status.split(f"{kind}:")[1].split()[0]) / 1024
 
 
 def say_pids(engine: pl.Ray, ended: threading.Event, every: float) -> None:
-    """Say which processes are workers whenever that has changed, looking every so many seconds."""
+    """Print the process ids of the workers whenever they change; look every `every` seconds."""
     said: dict[str, int] = {}
     while not ended.wait(every):
         members = [] if engine._pool is None else list(engine._pool.members.values())
@@ -50,7 +50,7 @@ def say_pids(engine: pl.Ray, ended: threading.Event, every: float) -> None:
 
 
 class Driver:
-    """The process of a driver on host 0, which takes orders and answers in lines of JSON."""
+    """The driver's process on host 0; it reads orders and writes answers as lines of JSON."""
 
     def __init__(self, hosts: Hosts, script: str, arguments: Sequence[str], folder: Path) -> None:
         paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
@@ -75,7 +75,7 @@ class Driver:
         self.process.stdin.flush()
 
     def heard(self, seconds: float) -> dict[str, Any]:
-        """Return the next that it says, or nothing."""
+        """Return the driver's next message; an empty one if none arrives in time."""
         try:
             said = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -86,7 +86,7 @@ class Driver:
         return said
 
     def losses(self) -> Counter[str]:
-        """Count what the driver said of workers that were lost."""
+        """Count the reasons that the driver logged for lost workers."""
         self._log.flush()
         text = Path(self._log.name).read_text()
         return Counter(

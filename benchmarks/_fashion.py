@@ -1,4 +1,4 @@
-"""Fashion-MNIST as the benchmarks take it, and the losses that they train with."""
+"""Loads Fashion-MNIST for the benchmarks, and defines the losses that they train with."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def vectors(test: bool = False, mean: float = 0.0, deviation: float = 1.0) -> Te
 
 
 def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the cross entropy of inputs that are numbers already."""
+    """Return the cross entropy of inputs that are floats."""
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def pixel_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the cross entropy of images that are bytes yet."""
+    """Return the cross entropy of images that are bytes."""
     pixels, labels = batch
     return nn.functional.cross_entropy(model(pixels / 255), labels)
 
 
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """Return the percentage of test images that are told rightly."""
+    """Return the percentage of test images that the model classifies correctly."""
     inputs, labels = test.tensors
     with torch.no_grad():
         found = model(inputs).argmax(dim=1)

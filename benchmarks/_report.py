@@ -1,4 +1,4 @@
-"""What the benchmarks share: their arguments, their machine, their table and their last line."""
+"""Shared by all benchmarks: arguments, the machine's description, tables and the last line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.path.extend([str(_ROOT), str(_ROOT / "examples")])
 
 
 def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParser:
-    """Return a parser that knows `--quick`, for a benchmark to add its own to."""
+    """Return a parser with `--quick`, to which a benchmark adds its own arguments."""
     arguments = argparse.ArgumentParser(description=description)
     about = f"a short look, under {seconds} seconds"
     arguments.add_argument("--quick", action="store_true", help=about)
@@ -29,7 +29,7 @@ def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParse
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Describe where the figures come from: cores, processor, versions."""
+    """Describe the machine: cores, processor, versions."""
     about: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "processor": _processor(),
@@ -67,7 +67,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def plotting() -> Any:
-    """Return matplotlib's pyplot, which draws the same file from the same figures."""
+    """Return matplotlib's pyplot, set up to draw identical files from identical data."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -92,7 +92,7 @@ class Lines:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95 % interval (Student's t); nan of one value."""
+    """Return the mean and half the width of its 95 % interval (Student's t); nan for one value."""
     from scipy import stats
 
     if len(values) < 2:
@@ -102,19 +102,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def told(values: Sequence[float], form: str = ".1f", half: str | None = None) -> str:
-    """Say the mean and, of several values, half its interval, in the same form or another."""
+    """Format the mean and, for several values, half the width of its interval."""
     mean, width = interval(values)
     return f"{mean:{form}}" + ("" if math.isnan(width) else f" ± {width:{half or form}}")
 
 
 class OtherLoad:
-    """Measures how many cores work that is not ours took meanwhile; above 0.2, measure again."""
+    """Measures the cores that other processes used meanwhile; above 0.2, measure again."""
 
     def __init__(self) -> None:
         self._begin = _busy_seconds()
 
     def cores(self) -> float | None:
-        """Return the mean since the beginning, None where the system does not tell."""
+        """Return the mean since the beginning; None if the system does not report it."""
         end = _busy_seconds()
         if self._begin is None or end is None:
             return None
@@ -162,7 +162,7 @@ def finish(
     about: dict[str, Any],
     quick: bool,
 ) -> NoReturn:
-    """Print the one line that machines read, and exit with 1 if a bound does not hold."""
+    """Print the last line as JSON, and exit with 1 if a bound does not hold."""
     line = {
         "benchmark": benchmark,
         "ok": ok,

@@ -1,12 +1,12 @@
-"""Faults without end: simulated storms by the thousand, bugs put in on purpose, and real processes.
+"""Fault injection: thousands of seeded simulations, planted bugs, and faults of real processes.
 
-`storm` trains whole runs on a simulated Ray with lost, doubled, late, wrong and stray answers,
-crashes, pauses and driver kills, and checks what must hold after every event; every eighth is
-decentralized, and with `gossip` all are. `planted` puts bugs into Paceline and counts how
-many storms it takes to find each. `ray` is chaos_ray.py: nodes and workers that fail every few
-seconds, beside the same run without faults. `resume` is chaos_resume.py: the driver killed again
-and again. `corrupted` damages checkpoints, and `security` knocks at a cluster's doors: both are
-tests, which are counted here. The soak is chaos_soak.py.
+`storm` trains whole runs on a simulated Ray and checks the invariants after every event. Answers
+are lost, duplicated, late, wrong or stray; workers crash or pause; the driver is killed. Every
+eighth run is decentralized; with `gossip` all are. `planted` puts bugs into Paceline, and counts
+the simulations until each is found. `ray` is chaos_ray.py: nodes and workers fail every few
+seconds, beside the same run without faults. `resume` is chaos_resume.py: it kills the driver
+repeatedly. `corrupted` damages checkpoints, and `security` attacks a cluster: both are tests, and
+this benchmark counts them. The soak test is chaos_soak.py.
 
     python benchmarks/chaos.py [--quick] [--part NAME] [--seed N]
 """
@@ -43,7 +43,7 @@ STORMS = 10_000
 FAULTS = 500_000
 GOSSIP_STORMS = 1_500
 FOUND_WITHIN = 2_000  # storms
-GOSSIP_EVERY = 8  # storms: the last of each so many is decentralized
+GOSSIP_EVERY = 8  # simulations: the last of each group of so many is decentralized
 QUICK = ("ray", "planted", "storm")  # the others take minutes, unless named
 KILLS = 30  # of the driver
 CASES = 12  # of security
@@ -54,12 +54,12 @@ CORRUPTED = 200  # checkpoints
 
 
 def storm(seed: int) -> Outcome | str:
-    """Return what came of one storm, or what was broken; the seed decides of which kind it is."""
+    """Return the outcome of one fault simulation, or the violation; the seed selects its kind."""
     return played(gossip_storm.play if seed % GOSSIP_EVERY == GOSSIP_EVERY - 1 else play, seed)
 
 
 def gossip(seed: int) -> Outcome | str:
-    """Return what came of one decentralized storm."""
+    """Return the outcome of one decentralized fault simulation, or the violation."""
     return played(gossip_storm.play, seed)
 
 
@@ -77,7 +77,7 @@ def played(kind: Callable[[int, Path], Outcome], seed: int) -> Outcome | str:
 def storms(
     seeds: Sequence[int], processes: int, kind: Callable[[int], Outcome | str] = storm
 ) -> dict[str, Any]:
-    """Count faults and broken promises over many storms."""
+    """Count faults and violations over many fault simulations."""
     begin = time.perf_counter()
     faults: Counter[str] = Counter()
     cases: Counter[str] = Counter()
@@ -116,11 +116,11 @@ PLANTED: Sequence[tuple[Callable[[int, Path], Outcome], Mapping[str, Any]]] = (
     (partial(play, only="servers"), SERVER_BUGS),
     (gossip_storm.play, gossip_planted.BUGS),
 )
-"""What is played, and the bugs that it must find."""
+"""Each kind of fault simulation, and the bugs that it must find."""
 
 
 def found_after(bug: str, most: int) -> int | None:
-    """Return after how many storms a bug that is put in was found."""
+    """Return the number of simulations until a planted bug was found; None: it was not found."""
     kind, bugs = next(each for each in PLANTED if bug in each[1])
     with planted(bug, bugs), np.errstate(all="ignore"):
         for seed in range(most):
@@ -130,7 +130,7 @@ def found_after(bug: str, most: int) -> int | None:
 
 
 def find_planted(bugs: Sequence[str], most: int, processes: int) -> dict[str, int | None]:
-    """Return after how many storms each bug was found."""
+    """Return the number of simulations until each bug was found."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         counts = pool.starmap(found_after, [(bug, most) for bug in bugs], chunksize=1)
     found = dict(zip(bugs, counts, strict=True))
@@ -142,7 +142,7 @@ def find_planted(bugs: Sequence[str], most: int, processes: int) -> dict[str, in
 
 
 def tested(file: str) -> int:
-    """Run a file of tests; return how many passed, if none failed."""
+    """Run a file of tests; return how many passed, or 0 if any failed."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=root)
@@ -219,8 +219,8 @@ def main() -> None:
         return
     quick = arguments.quick
     parts = [arguments.part] if arguments.part else list(QUICK if quick else PARTS)
-    # One after the other, as what is measured wants the machine for itself; a quick look measures
-    # nothing, and waits for Ray to start meanwhile.
+    # A measurement needs the whole machine, so the parts run one after the other. A quick look
+    # measures nothing, so its parts overlap while Ray starts.
     with ThreadPoolExecutor(len(parts) if quick else 1) as pool:
         found = dict(zip(parts, pool.map(lambda part: PARTS[part](arguments), parts), strict=True))
     bounds = {

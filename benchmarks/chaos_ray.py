@@ -1,14 +1,17 @@
-"""Training on real Ray nodes on which something fails every few seconds, beside calm in turns.
+"""Goodput on real Ray nodes with a fault every few seconds, in turns with calm runs.
 
-Hosts are network namespaces of this machine: the head with the driver, and three with eight
-workers, each of which has a tenth of a core, so that what a lost worker does not use nobody
-gets. In turns with faults, every few seconds a worker is killed, stopped, or starved; a host's
-link is cut or throttled, all its processes are frozen, or its raylet is killed; or the disk of the
-checkpoints is full, or can only be read. A node that Ray has given up is started again, as a
-service manager would. Goodput is the samples that went into the model for the same
-worker-seconds, with faults and without, where a worker that is stopped, frozen or cut off, or not
-up, has none, and a starved one what it was left. Every run must use each sample once, its journal
-must replay, and the last checkpoint must be readable. Needs Linux and root.
+Hosts are network namespaces of this machine: the head with the driver, and three hosts with eight
+workers. Each worker has a tenth of a core, so that no other worker can use a lost worker's share.
+
+A fault hits a worker, a host or the checkpoints. A worker is killed, stopped or starved. A host's
+link is cut or throttled, all its processes are frozen, or its raylet is killed. The disk of the
+checkpoints is full or read-only. A node that Ray has given up is restarted, as a service manager
+would do.
+
+Goodput is the number of samples used per worker-second, with faults over without. A worker that is
+stopped, frozen, cut off or not up has no worker-seconds. A starved worker has those of the share
+that it keeps. Every run must use each sample once, its journal must replay, and the last
+checkpoint must be readable. Needs Linux and root.
 
     python benchmarks/chaos_ray.py [--quick] [--seconds 300] [--every 5] [--policy rennala|k_sync]
 """
@@ -50,10 +53,10 @@ GOODPUT = 0.90
 EACH = 3  # workers that a host has room for
 CORES = 0.8  # for all workers together
 TIMEOUT = 8.0  # seconds for a task, which takes some tenths of one
-# At a step of rennala whatever is half done is given up, by fewer if fewer are there: with many
-# results in a step that is so little that the two kinds of turns can be compared.
+# A step of rennala discards unfinished tasks, and fewer of them if fewer workers are connected.
+# With many results in a step this loss is small, so that both kinds of turns can be compared.
 POLICIES = {"rennala": pl.rennala(64), "k_sync": pl.k_sync(5)}
-NODE = ("cut", "freeze", "raylet")  # what befalls a whole host, one at a time
+NODE = ("cut", "freeze", "raylet")  # faults of a whole host, one at a time
 KINDS = {"kill": 5, "stop": 4, "starve": 4, "throttle": 2, "cut": 2, "freeze": 2, "raylet": 1,
          "disk": 1, "read only": 1}  # fmt: skip
 
@@ -62,7 +65,7 @@ KINDS = {"kill": 5, "stop": 4, "starve": 4, "throttle": 2, "cut": 2, "freeze": 2
 
 
 def slow_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Take some hundredths of a second of a core, so that faults fall into the middle of tasks."""
+    """Use some hundredths of a second of a core, so that faults hit tasks that are running."""
     inputs, targets = batch
     weight = torch.eye(160)
     for _ in range(6):
@@ -81,7 +84,7 @@ def learner() -> pl.TorchLearner:
 
 
 class Begun(pl.Callback):
-    """Tells of the first step."""
+    """Reports the first step."""
 
     def stepped(self, progress: pl.Progress) -> None:
         if progress.step == 1:
@@ -89,14 +92,14 @@ class Begun(pl.Callback):
 
 
 def drive(address: str, workers: int, policy: str, folder: Path) -> None:
-    """Train as standard input says, a line for each run: seconds, and the seed."""
+    """Train once for each line of standard input, which gives the seconds and the seed."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     saves = pl.Checkpoints(folder / "disk" / "saved", every=5, keep=2)
     engine = pl.Ray(
         workers, address=address, cpus=1, timeout=TIMEOUT, start_timeout=60.0, respawns=10**6
     )
     ended = threading.Event()
-    # At once: until it has its share of a core, a new worker takes a whole one.
+    # Frequently: a new worker uses a whole core until its share is limited.
     threading.Thread(target=say_pids, args=(engine, ended, 0.02), daemon=True).start()
     with engine:
         for line in sys.stdin:
@@ -113,17 +116,17 @@ def drive(address: str, workers: int, policy: str, folder: Path) -> None:
                 steps=run.steps,
                 samples=run.meter.samples_used,
                 worker_seconds=run.meter.worker_seconds,
-                seconds=run.meter.now,  # to the end, and not to the last step alone
+                seconds=run.meter.now,  # to the end of the run, not to the last step
                 memory=resident(),
             )
     ended.set()
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- the faults ----------------------------------------------------------------------------------
 
 
 class Fleet:
-    """The driver, its workers' processes with their shares of a core, and what befalls them."""
+    """The workers' processes with their shares of a core, and the faults that hit them."""
 
     def __init__(self, hosts: Hosts, workers: int, seed: int, folder: Path) -> None:
         self.hosts, self.workers = hosts, workers
@@ -133,15 +136,15 @@ class Fleet:
         self._share = CORES / workers
         self._groups: dict[int, Group] = {}
         self._host_of: dict[int, int] = {}
-        self._left: dict[int, float] = {}  # to processes that are hindered, of their share
+        self._left: dict[int, float] = {}  # the fraction of its share that a slowed process keeps
         self._healing: list[tuple[float, Callable[[], None]]] = []
-        self._troubled: int | None = None  # the host of which all is affected
-        self._away: set[int] = set()  # the same, while it can do nothing
-        self._suspect = False  # whether a node may have been given up that does not know it
+        self._troubled: int | None = None  # the host that is affected as a whole
+        self._away: set[int] = set()  # hosts that cannot compute or answer
+        self._suspect = False  # whether Ray may have given up a node that has not noticed
         self._starting: dict[int, subprocess.Popen[Any]] = {}
 
     def know(self, pids: dict[str, int]) -> None:
-        """Give every worker its share, and forget those who are gone."""
+        """Limit every worker to its share, and forget workers that are gone."""
         for pid in set(pids.values()) - set(self._groups):
             self._groups[pid] = Group([pid], self._share).__enter__()
             for host in range(1, self.hosts.count):
@@ -158,7 +161,7 @@ class Fleet:
         )  # fmt: skip
 
     def strike(self) -> None:
-        """Have something go wrong."""
+        """Inject a random fault."""
         kinds = dict(KINDS)
         if self._troubled is not None:
             kinds = {kind: often for kind, often in kinds.items() if kind not in NODE}
@@ -216,7 +219,7 @@ class Fleet:
         self._filler.unlink(missing_ok=True)
 
     def _hinder(self, pid: int, left: float, seconds: float) -> None:
-        """Note what a process is left, and let it be as before after a while."""
+        """Record the share that a process keeps, and restore it after some seconds."""
         self._left[pid] = min(left, self._left.get(pid, 1.0))
         self._heal_after(seconds, partial(self._free, pid))
 
@@ -227,7 +230,7 @@ class Fleet:
             self._groups[pid].limit(self._share)
 
     def tend(self) -> None:
-        """Heal what is due, and start nodes again that Ray has given up."""
+        """End the faults that are due, and restart nodes that Ray has given up."""
         now = time.monotonic()
         for due in [each for each in self._healing if each[0] <= now]:
             self._healing.remove(due)
@@ -247,11 +250,11 @@ class Fleet:
             self._starting[host] = self.hosts.start_node(host)
 
     def heal(self) -> None:
-        """End all troubles, and wait until every host has its node again."""
+        """End all faults, and wait until every host has its node again."""
         self._healing = [(0.0, action) for _, action in self._healing]
         until = time.monotonic() + 120
         self.tend()
-        # A node that was cut off for long learns only now that it is given up, and ends.
+        # A node that was cut off for long learns only now that Ray has given it up, and exits.
         quiet = time.monotonic() + 8 * self._suspect
         self._suspect = False
         while time.monotonic() < quiet or self._troubled is not None:
@@ -293,7 +296,7 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
 
 
 def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) -> dict[str, Any]:
-    """Train for a while; with faults if `every` is finite."""
+    """Train for some seconds; with faults if `every` is finite."""
     fleet.heal()
     calm = every == float("inf")
     driver.order(seconds=seconds, seed=seed, least=fleet.workers if calm else 1)
@@ -322,7 +325,7 @@ def turn(driver: Driver, fleet: Fleet, seconds: float, every: float, seed: int) 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Have a disk of some megabytes for the checkpoints."""
+    """Mount a disk of some megabytes for the checkpoints."""
     disk = folder / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "paceline", str(disk)]
@@ -334,7 +337,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def remount(disk: Path, how: str) -> None:
-    """Make a disk writable or not, unless somebody writes to it right now."""
+    """Make a disk writable or read-only, unless a process is writing to it."""
     command = ["mount", "-o", f"remount,{how}", str(disk)]
     subprocess.run(command, capture_output=True, timeout=10)
 
@@ -384,7 +387,7 @@ def measure(
     with_, without = sums[True], sums[False]
 
     def ratio(unit: str) -> float:
-        """Return samples for each of these, with faults against without."""
+        """Return the samples per unit with faults, over those without."""
         return (with_["samples"] / with_[unit]) / (without["samples"] / without[unit])
 
     return {
@@ -406,7 +409,7 @@ def measure(
 
 
 def is_enough(found: dict[str, Any]) -> bool:
-    """Tell whether goodput is as high as promised, by either way to count who was there."""
+    """Return whether goodput reaches its bound, by both ways to count the workers."""
     ways = found["goodput"], found["goodput_of_workers_taken_for_there"]
     return bool(min(ways) >= GOODPUT)
 
@@ -422,7 +425,7 @@ def main() -> None:
     found = measure(
         seconds, 2.0 if quick else arguments.every, arguments.policy, calm=arguments.calm, **size
     )
-    ok = quick or is_enough(found)  # too short to say
+    ok = quick or is_enough(found)  # a quick run is too short to judge
     finish("chaos_ray", found, {"goodput": GOODPUT}, ok, machine("ray", "torch"), quick)
 
 

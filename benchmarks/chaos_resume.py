@@ -1,10 +1,9 @@
-"""Kill the driver of a run on Ray again and again, and see that nothing of it shows in the end.
+"""Kill the driver of a run on Ray repeatedly, and check that the result is not affected.
 
-Each life of the driver resumes from the newest checkpoint, is killed with SIGKILL after a random
-number of steps or in the middle of writing a checkpoint, and must leave no worker behind. In the
-end the weights are those of a run that was left alone (under `sync`), and those that the journals
-lead to when they are done again one task after the other; at most one interval was redone at a
-time, and each sample was used once, or is named as given up.
+Each driver resumes from the newest checkpoint. SIGKILL ends it after a random number of steps or
+while it writes a checkpoint; it must leave no worker behind. Under `sync`, the final weights equal
+those of an undisturbed run. They also equal the weights that a serial replay of the journals gives.
+Each kill repeats at most one checkpoint interval. Each sample is used once, or listed as given up.
 
     python benchmarks/chaos_resume.py --kills 30
 """
@@ -42,7 +41,7 @@ POLICIES = {"sync": pl.sync(), "k_sync": pl.k_sync(1)}
 
 
 def learner() -> pl.learners.Quadratic:
-    """A model of 800 kB, so that writing it takes a while."""
+    """Return a model of 800 kB, so that a kill can hit the writing of a checkpoint."""
     return pl.learners.Quadratic(
         tuple(np.linspace(1, 0.1, 100_000)), noise=0.1, lr=0.05, batch_size=8
     )
@@ -52,7 +51,7 @@ def learner() -> pl.learners.Quadratic:
 
 
 class Diary(pl.Callback):
-    """Writes down each step, and whose processes the workers are."""
+    """Writes each step to a file, with the process ids of the workers."""
 
     def __init__(self, file: Path, engine: pl.Ray) -> None:
         self._file, self._engine = file, engine
@@ -64,7 +63,7 @@ class Diary(pl.Callback):
 
 
 def train(folder: Path, address: str, policy: str, steps: int) -> None:
-    """Train to the end, from where a former life left off."""
+    """Train to the end, from the newest checkpoint of former drivers."""
     engine = pl.Ray(workers=2, address=address, cpus=0.1, timeout=60)
     saves = pl.Checkpoints(folder / "saved", every=EVERY, keep=10**6)
     trainer = pl.Trainer(
@@ -82,10 +81,10 @@ def train(folder: Path, address: str, policy: str, steps: int) -> None:
 
 
 def hold() -> None:
-    """Have a Ray cluster until standard input ends."""
+    """Keep a Ray cluster running until standard input ends."""
     import ray
 
-    connect(None, 2, 2**20)  # on this machine alone, as an engine starts it
+    connect(None, 2, 2**20)  # on this machine only, as an engine starts it
     print(f"address {ray.get_runtime_context().gcs_address}", flush=True)
     sys.stdin.read()
     ray.shutdown()
@@ -96,7 +95,7 @@ def hold() -> None:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[str]:
-    """Start one cluster for all lives, so that they begin quickly."""
+    """Start one cluster for all drivers, so that each starts quickly."""
     holder = _python("--hold", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
@@ -118,15 +117,15 @@ def cluster() -> Iterator[str]:
 def kills(
     count: int, policy: str = "sync", seed: int = 0, address: str | None = None
 ) -> dict[str, Any]:
-    """Kill a driver so many times, and tell what came of it; raise if a promise is broken.
+    """Kill a driver `count` times; return the metrics, and raise if an invariant is violated.
 
-    address: of a cluster that is there; by default one is started.
+    address: of a running cluster; by default a new one is started.
     """
     if address is None:
         with cluster() as started:
             return kills(count, policy, seed, started)
     rng = random.Random(seed)
-    steps = (2 * EVERY + 4) * count  # it does not end by itself before
+    steps = (2 * EVERY + 4) * count  # so many that no driver finishes before the last kill
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
         folder, alone = Path(made) / "killed", Path(made) / "alone"
@@ -158,7 +157,7 @@ def kills(
 def _life(
     folder: Path, address: str, policy: str, steps: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Start the driver, kill it, and see what it leaves."""
+    """Start the driver, kill it, and check what it leaves."""
     saved = folder / "saved"
     torn = rng.random() < 0.4
     after = rng.randint(1, 2 * EVERY)  # steps, counted from its first
@@ -189,10 +188,10 @@ def _life(
 
 
 def _halves(saved: Path) -> set[tuple[str, int]]:
-    """Return the checkpoints that were begun and not ended."""
+    """Return the checkpoints that are only partly written."""
     found = set()
     for path in saved.glob(".*.partial"):
-        with contextlib.suppress(FileNotFoundError):  # it was ended just now
+        with contextlib.suppress(FileNotFoundError):  # it was completed just now
             found.add((path.name, path.stat().st_mtime_ns))
     return found
 
@@ -207,7 +206,7 @@ def _finish(folder: Path, address: str, policy: str, steps: int) -> None:
 
 
 def _history(path: Path, folder: Path) -> History:
-    """Do a life again from its journal."""
+    """Replay one driver's run from its journal."""
     header, server = read_header(path), learner().server()
     if header.state is not None:
         server.load(read(pl.Checkpoints(folder / "saved").folder(header.version)).server)
@@ -237,7 +236,7 @@ def _until(holds: Any, driver: subprocess.Popen[str] | None = None) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Tell whether a process is there; one that only waits to be buried is not."""
+    """Return whether a process is alive; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -251,7 +250,7 @@ def _train(folder: Path, address: str, policy: str, steps: int) -> subprocess.Po
 
 
 def _python(*given: str, **more: Any) -> subprocess.Popen[str]:
-    # One's own process group: Ctrl-C is for who kills, not for who is killed.
+    # A new session, so that Ctrl-C reaches only the process that kills.
     return subprocess.Popen([sys.executable, __file__, *given], start_new_session=True, **more)
 
 

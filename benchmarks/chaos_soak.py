@@ -1,9 +1,9 @@
-"""Hours on end: does the driver's memory stay where it is while workers die all the time?
+"""Soak test: does the driver's memory stay constant while workers fail for a long time?
 
 Trains on 8 real Ray workers under `k_sync(6)`, with the journal and checkpoints on disk, and kills
-or pauses a worker every half a minute. Every few seconds it notes the driver's resident memory,
-open files and threads. After a warm-up of a fifth of the time a line is fitted to the memory: its
-slope is the median of those of all pairs (Theil and Sen), with its 95 % interval.
+or pauses a worker every half a minute. Every few seconds it records the driver's resident memory,
+open files and threads. The first fifth of the time is warm-up. The slope of the memory after it is
+the median over all pairs of points (Theil and Sen), with its 95 % interval.
 
     python benchmarks/chaos_soak.py [--quick] [--minutes 20]
 """
@@ -34,9 +34,9 @@ from _report import OtherLoad, finish, machine, parser, quantile, table
 
 WORKERS, K = 8, 6
 SLOPE = 5.0  # MB in 10 minutes
-GROWTH = 16.0  # MB; of a short look, whose slope says little
-FILES = 4  # that may be open more in the last third than in the first
-P99 = 0.10  # by which the slowest steps may differ; more is said, since other load does it too
+GROWTH = 16.0  # MB; for a quick run, whose slope is too uncertain
+FILES = 4  # how many more may be open in the last third than in the first
+P99 = 0.10  # a larger change of the slowest steps is only printed, since other load causes it too
 WARM_UP = 0.2  # of the time
 
 
@@ -90,7 +90,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 @dataclass
 class Watch(pl.Callback):
-    """Notes what this process uses, every so many seconds."""
+    """Records what this process uses, every `every` seconds."""
 
     every: float
     rows: list[tuple[float, ...]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Lines(logging.Handler):
 
 
 def soak(minutes: float, every: float, sample: float, folder: Path) -> dict[str, Any]:
-    """Train for so long, and tell what came of it."""
+    """Train for some minutes, and return the metrics."""
     lines, log = Lines(), logging.getLogger("paceline")
     log.addHandler(lines)
     log.propagate = False
@@ -147,7 +147,7 @@ def soak(minutes: float, every: float, sample: float, folder: Path) -> dict[str,
 
 
 def judged(rows: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
-    """Fit lines to what was noted after the warm-up, and compare its first third with the last."""
+    """Fit lines to the records after the warm-up, and compare their first third with the last."""
     from scipy.stats import theilslopes
 
     begin = rows[0, 0] + WARM_UP * (rows[-1, 0] - rows[0, 0])
@@ -158,7 +158,7 @@ def judged(rows: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
         slope, _, low, high = theilslopes(late[:, column], seconds)
         found[f"{name}_mb"] = round(float(late[-1, column]), 1)
         found[f"{name}_mb_per_10_minutes"] = [round(600 * float(x), 2) for x in (slope, low, high)]
-    # If these stay and the memory grows, it is that of Ray's own threads, which Python cannot see.
+    # If these stay constant and memory grows, Ray's own threads use it, which Python cannot see.
     found["python_blocks_per_10_minutes"] = round(600 * float(theilslopes(late[:, 5], seconds)[0]))
     places = np.linspace(0, len(rows) - 1, 11).astype(int)
     found["rss_mb_along"] = [round(float(each), 1) for each in rows[places, 1]]

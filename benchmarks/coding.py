@@ -1,21 +1,22 @@
-"""Gradient codes side by side: how exact they are, and how long decoding takes, up to 10,000 rows.
+"""Gradient codes side by side: their accuracy and decoding time, up to 10,000 rows.
 
-Ours (groups, with one in dual form if need be) against Ye–Abbe codes of Vandermonde matrices with
-several nodes (2018, arXiv 1802.03475), the same with a Gaussian matrix, and cyclic repetition
-(Tandon et al., 2017, arXiv 1612.03301), whose messages are m times as long, by least squares.
-All bear any s stragglers. All rivals get our arithmetic on vectors: coefficients in float64,
-messages in float64 or float32, each number rounded once. n = 10 and 20 go through all straggler
-sets, larger n through drawn ones. The error is ||found - sum|| / ||sum|| for standard normal
-gradients. The gain is the worst factor from rounding of messages to that of the sum.
+Ours (groups, one of them in dual form if needed) is compared with three rivals: Ye–Abbe codes of
+Vandermonde matrices with several nodes (2018, arXiv 1802.03475), the same with a Gaussian matrix,
+and cyclic repetition (Tandon et al., 2017, arXiv 1612.03301). Messages of cyclic repetition are m
+times as long; least squares decodes them. All codes tolerate any s stragglers. All rivals use our
+vector arithmetic: coefficients in float64, messages in float64 or float32, each number rounded
+once. n = 10 and 20 cover all straggler sets, larger n random ones. The error is
+||found - sum|| / ||sum|| for standard normal gradients. The gain is the worst factor from the
+rounding error of messages to that of the sum.
 
 The rivals solve systems of n - s equations: from n = 1,000 on, only their growth is stated.
 
-Then the average time of a step with 24 workers, whose times are d (t1 + Exp(b1)) to compute and
-(t2 + Exp(b2)) / m to send, for three profiles: simulated under the policy `Coded`, and the time
-to encode and decode messages of a million floats, measured, on top. Each code gets the d and m
-that are best for it in draws of their own. Earlier codes: fractional repetition (which we let stop
-as soon as every group has an answer), cyclic repetition and Ye–Abbe codes (which can do no more
-than wait for n - s answers). All are computed d times, which each row states.
+The second part is the mean time of a step with 24 workers, for three profiles. A worker takes
+d (t1 + Exp(b1)) to compute and (t2 + Exp(b2)) / m to send. The policy `Coded` is simulated. The
+measured time to encode and decode messages of a million floats is added. Each code gets its best
+d and m, found on separate random draws. Earlier codes are fractional repetition, cyclic repetition
+and Ye–Abbe codes. We let fractional repetition stop as soon as every group has an answer; the
+other two can only wait for n - s answers. All compute d times the work, and each row states d.
 
 `--ray`: the same on 8 Ray workers of 4 hosts behind links of 100 Mbit/s, with the model in the
 driver. Needs root, `ip`, and a C compiler.
@@ -62,7 +63,7 @@ FLOAT32 = {(10, 4, 2): 1e-6, (20, 6, 3): 5e-6}  # at most, the worst error
 
 
 class Exchange(Protocol):
-    """What is needed of a code here."""
+    """The methods of a code that this benchmark uses."""
 
     @property
     def n(self) -> int: ...
@@ -163,9 +164,9 @@ def matrices(n: int, s: int) -> Iterator[tuple[str, NDArray[np.float64]]]:
 
 
 def survivors(n: int, s: int, most: int) -> list[list[int]]:
-    """Return who is left: all sets if there are few, else drawn ones and some of neighbors.
+    """Return the sets of rows that answer: all if there are few, else random ones.
 
-    Half of those drawn are among the last dozen rows, where our larger group is.
+    Some lose neighbors. Half of the random ones lose rows among the last dozen, our larger group.
     """
     if comb(n, s) <= 2000:
         lost: list[tuple[int, ...]] = list(combinations(range(n), s))
@@ -220,7 +221,7 @@ def our_condition(code: Any) -> float:
 
 
 def growth(quick: bool) -> dict[str, dict[str, float]]:
-    """Return the rivals' milliseconds to decode as n grows, and what that comes to at 10,000."""
+    """Return the rivals' milliseconds to decode as n grows, extrapolated to 10,000."""
     found: dict[str, dict[str, float]] = {"dense V": {}, "cyclic repetition": {}}
     for n in GROWTH:
         kept = list(range(3, n))
@@ -246,7 +247,7 @@ def growth(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def fresh_decodes(d: int, m: int, repeats: int) -> list[float]:
-    """Return milliseconds to decode 10,000 rows of which every group lost up to s at random."""
+    """Return the milliseconds to decode 10,000 rows, if each group lost up to s at random."""
     n = 10_000 // d * d
     found = []
     for seed in range(repeats):
@@ -264,12 +265,12 @@ def fresh_decodes(d: int, m: int, repeats: int) -> list[float]:
 
 
 def short(figures: dict[str, float]) -> dict[str, float | None]:
-    """Round for the last line, in which None is what overflowed or could not be solved."""
+    """Round for the last line; None: the value overflowed or could not be solved."""
     return {k: float(f"{v:.3g}") if isfinite(v) else None for k, v in figures.items()}
 
 
 def numbers(quick: bool) -> tuple[dict[str, Any], bool]:
-    """Compare exactness and the cost of decoding; return figures, and whether the bounds hold."""
+    """Compare accuracy and the cost of decoding; return figures, and whether the bounds hold."""
     figures: dict[str, Any] = {}
     ok = True
     for n, d, m in SIZES:
@@ -321,14 +322,14 @@ PROFILES = {  # t1, b1, t2, b2: seconds to compute one part, and to send a whole
     "balanced": (1.0, 1.0, 2.0, 1.0),
     "compute-heavy": (3.0, 0.5, 1.0, 0.3),
 }
-# What the gap depends on, found by looking for it: no bound is set on these.
+# Settings on which the gap depends. They were searched for, so they have no bound.
 MORE_WORKERS = (96, 240)
 MORE_PROFILES = {
     "communication-heavy": PROFILES["communication-heavy"],
     "and computing quicker": (0.2, 0.04, 6.0, 4.0),
     "and sending erratic": (0.2, 0.04, 1.0, 6.0),
 }
-TUNING = 99  # the seed of the draws by which d and m are chosen; the figures have others
+TUNING = 99  # the seed for choosing d and m; the figures use other seeds
 EARLIER = ("fractional repetition", "cyclic repetition", "Ye–Abbe")
 Stop = Callable[[], Any]  # makes a collector
 Shape = tuple[int, int]  # d, m
@@ -336,7 +337,7 @@ Shape = tuple[int, int]  # d, m
 
 @dataclass(frozen=True)
 class Way:
-    """The time of one part, so that the simulator's d times it is what the profile says."""
+    """The delay of one part; d times it, as the simulator takes it, follows the profile."""
 
     profile: tuple[float, float, float, float]
     d: int
@@ -354,7 +355,7 @@ class Way:
 
 
 def stop_rules(n: int) -> dict[str, dict[Shape, Stop]]:
-    """Return for each kind of code and each d and m when it stops."""
+    """Return the stopping rule for each kind of code and each d and m."""
     loads = range(2, LARGEST_LOAD + 1)
     some_left: dict[Shape, Stop] = {
         (d, m): partial(Counted, range(n), n - (d - m)) for d in loads for m in range(1, d + 1)
@@ -373,7 +374,7 @@ def stop_rules(n: int) -> dict[str, dict[Shape, Stop]]:
 def drawn_seconds(
     profile: tuple[float, float, float, float], n: int, shape: Shape, stop: Stop, steps: int
 ) -> float:
-    """Return the mean time of a step in the draws for tuning, the same for all codes."""
+    """Return the mean time of a step in the tuning draws, which are the same for all codes."""
     (t1, b1, t2, b2), (d, m) = profile, shape
     rng = np.random.default_rng(TUNING)
     compute = t1 + b1 * rng.standard_exponential((steps, n))
@@ -392,7 +393,7 @@ def tuned(
     rules: dict[str, dict[Shape, Stop]],
     steps: int,
 ) -> dict[str, tuple[float, Shape]]:
-    """Return for each kind of code its least mean time, and the d and m that have it."""
+    """Return the least mean time of each kind of code, with its d and m."""
     return {
         kind: min((drawn_seconds(profile, n, s, stop, steps), s) for s, stop in by_shape.items())
         for kind, by_shape in rules.items()
@@ -400,14 +401,14 @@ def tuned(
 
 
 def code_of(kind: str, n: int, d: int, m: int) -> Code:
-    """Return a code that stops when this kind does."""
+    """Return a code with the stopping rule of this kind."""
     if kind == "fractional repetition":
         return Grouped(n, repetition(d))
     return hybrid(n, d, m) if kind == "ours" else cyclic(n, d, m, 0)
 
 
 def arithmetic(kind: str, n: int, d: int, m: int, repeats: int) -> float:
-    """Return the seconds to encode at a worker and to decode when s are missing, medians."""
+    """Return the median seconds to encode at a worker and to decode with s missing."""
     gradients = np.random.default_rng(0).standard_normal((d, FLOATS), dtype=np.float32)
     code: Any
     if kind == "uncoded":
@@ -483,7 +484,7 @@ def iterations(quick: bool) -> tuple[dict[str, Any], bool]:
 
 
 def gap(steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Return what the gap depends on: earlier codes bear s of all, groups bear s in each."""
+    """Return the gap by setting: earlier codes tolerate s of all workers, ours s per group."""
     found: dict[str, Any] = {}
     rows = []
     for n in sizes:
@@ -522,13 +523,13 @@ def ray_arms() -> dict[str, pl.policies.Coded | pl.policies.Gather]:
 
 
 def drive(address: str, megabytes: float, passes: int, steps: int, quick: bool) -> None:
-    """On host 0: take turns, and tell the seconds of each step as a line of JSON."""
+    """Run the arms in turns on host 0; print the seconds of each step as a line of JSON."""
     import ray
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    def examples() -> TensorDataset:  # opened by each worker, so that it does not travel
+    def examples() -> TensorDataset:  # each worker makes its own, so that it is not sent
         random = torch.Generator().manual_seed(0)
         labels = torch.randint(CLASSES, (256,), generator=random)
         return TensorDataset(torch.randn(256, INPUTS, generator=random), labels)
@@ -567,7 +568,7 @@ def on_ray(quick: bool) -> tuple[dict[str, Any], bool]:
         plan = json.dumps([address, megabytes, passes, steps, quick])
         command = [sys.executable, __file__, "--drive", plan]
         process = hosts.popen(0, command, stdout=subprocess.PIPE, text=True)
-        limit = 600 if quick else 1800  # 170 s were too few on two busy cores
+        limit = 600 if quick else 1800  # 170 s was too short on two busy cores
         killer = threading.Timer(limit, process.kill)
         killer.start()
         for line in process.stdout:  # type: ignore[union-attr]

@@ -1,15 +1,15 @@
-"""What a step costs over a network: spread servers against a star and against all-reduce.
+"""The time of a step over a network: spread servers against a star and against all-reduce.
 
 Four hosts on this machine (network namespaces, `paceline.testing.hosts`), each behind a link of
-100 Mbit/s, 20 ms round trips between them, one Ray node on each. Three arms move the same vector:
+100 Mbit/s, with 20 ms round trips. Each host has one Ray node. Three arms move the same vector:
 
 - all-reduce: gloo among one process per host, what plain data-parallel training does;
 - star: `sync` with the model in the driver;
 - spread: `sync` with a server on each host.
 
-They take turns in blocks. Then one host's link falls to a tenth, and `k_sync(3)` with spread
-servers is compared with itself before, and all-reduce likewise. Computing takes 10 ms a step, so
-that this is the network's time alone. Needs root, `ip`, and a C compiler.
+They take turns in blocks. Then one host's link slows down to a tenth. `k_sync(3)` with spread
+servers and all-reduce are each compared with their time before. Computing takes 10 ms a step, so
+the network dominates the time. Needs root, `ip`, and a C compiler.
 
 `--large`: a model of 200M parameters on 4 workers and 4 servers of one host, and its memory.
 
@@ -65,7 +65,7 @@ def learner(megabytes: float, workers: int, momentum: float) -> pl.TorchLearner:
         nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)),
         loss,
         partial(torch.optim.SGD, lr=0.01, momentum=momentum),
-        examples,  # opened by each worker, so that it does not travel
+        examples,  # each worker makes its own, so that it is not sent
         batch_size=4 * workers,
     )
 
@@ -137,7 +137,7 @@ def tell(**what: Any) -> None:
 def drive(
     address: str, sizes: list[float], passes: int, counts: list[list[int]], slow: bool
 ) -> None:
-    """Measure on the hosts, telling each block; ask for changes of the link and wait for them."""
+    """Measure on the hosts, and print each block; request changes of the link and wait for them."""
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     workers = len(ray.nodes())
     with pl.Ray(workers, cpus=1, timeout=300) as engine:
@@ -145,7 +145,7 @@ def drive(
         for megabytes, (rounds, spread, star) in zip(sizes, counts, strict=True):
             some = pl.k_sync(workers - 1)
             if slow:
-                arms.steps("spread", pl.sync(), megabytes, 1)  # connections, first pages
+                arms.steps("spread", pl.sync(), megabytes, 1)  # a warm-up: opens connections
             for _ in range(passes):
                 block = partial(tell, size=megabytes)
                 block(arm="all-reduce", seconds=arms.all_reduce(megabytes, rounds))
@@ -169,7 +169,7 @@ def drive(
                     arm="all-reduce, slow link",
                     seconds=arms.all_reduce(megabytes, 2, warm_up=0),
                 )
-                # It takes some steps to see that the link is slow and to leave its server out.
+                # The policy needs some steps to detect the slow link and to exclude its server.
                 seconds = arms.steps("spread", some, megabytes, spread + 6)
                 tell(size=megabytes, arm="k_sync, slow link, all steps", seconds=seconds)
                 tell(size=megabytes, arm="k_sync, slow link", seconds=seconds[8:])
@@ -181,7 +181,7 @@ def drive(
 
 
 def measure(quick: bool) -> tuple[dict[str, Any], float]:
-    """Let host 0 drive, change links when it asks; return seconds by size and arm."""
+    """Run the driver on host 0 and change links on request; return seconds by size and arm."""
     hosts_count = 3 if quick else 4
     sizes = [5.0] if quick else [5.0, 20.0]
     counts = [[3, 4, 2]] if quick else [[6, 8, 3], [3, 4, 2]]
@@ -261,7 +261,7 @@ def report(found: dict[str, Any], per_step: float, bounds: dict[str, float]) -> 
 
 LAYERS, WIDTH = 8, 5000  # 8 x 5000 x 5000: 200M parameters; --width 2236 for 40M
 LARGE_MB = 18_000  # at most, at 200M parameters
-LARGE_RATE = 300.0  # the outputs of eight such layers, and so the gradients, are tiny at first
+LARGE_RATE = 300.0  # large: outputs and gradients of eight such layers are tiny at first
 
 
 def deep_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ def wide_examples(width: int) -> TensorDataset:
 
 
 def memory_of_tree() -> float:
-    """Return the megabytes of this process and its descendants; what they share counts once."""
+    """Return the megabytes of this process and its descendants; shared pages count once."""
     total = 0.0
     for pid in our_processes():
         try:
@@ -290,7 +290,7 @@ def memory_of_tree() -> float:
 
 
 class Peak(threading.Thread):
-    """Looks at the memory twice a second."""
+    """Samples the memory twice a second, and keeps the maximum."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -303,7 +303,7 @@ class Peak(threading.Thread):
 
 
 def large(width: int) -> dict[str, Any]:
-    """Train 200M parameters for 3 steps on 4 workers and 4 servers, and watch the memory."""
+    """Train 200M parameters for 3 steps on 4 workers and 4 servers; measure the peak memory."""
     size = LAYERS * width * width * 4 / 1e6
     recipe = pl.TorchLearner(
         partial(deep_model, width),
@@ -318,8 +318,9 @@ def large(width: int) -> dict[str, Any]:
     with pl.Ray(workers=4, servers=4, timeout=300) as engine:
         run = pl.Trainer(recipe, pl.sync(), engine, progress=False).fit(steps=3)
     peak.done.set()
-    # In units of the model. Driver: its own server, and in the end the model for the user. Workers
-    # and servers: values and gradients. The store: four results and two versions of the model.
+    # In units of the model. The driver holds its own server, and at the end the user's model.
+    # Workers and servers hold values and gradients. The object store holds four results and two
+    # versions of the model.
     units = 2 + 4 * 2 + 2 + (4 + 2)
     figures: dict[str, Any] = {
         "model_MB": round(size),

@@ -1,20 +1,22 @@
-"""Sixty-four real workers: what a step costs the driver, what each takes, and faults among them.
+"""Sixty-four real workers: the driver's CPU time per step, the workers' memory, and faults.
 
-A quadratic function of 131,072 float64 values, a model of 1 MiB, so that workers import neither
-torch nor scipy and computing takes next to no time: what is left is the engine. `sync`,
-`k_sync(60)` and `rennala(64)` train with the driver keeping the model and with eight servers, on
-the same worker processes. Of each step: the CPU time of the driver's main thread, which decides,
-sends the tasks, checks the results and adds them up, and of which the median is bounded, with what
-it was spent on (the rest is deciding and keeping the journal); that of
-its whole process, with the threads of Ray; and the time from the decision to step until the first
-and the last worker have their next task. A loop of plain Python beside every step shows by how
-much other work on the machine slowed the main thread down.
+The learner is a quadratic function of 131,072 float64 values, a model of 1 MiB. Workers import
+neither torch nor scipy, and computing takes almost no time, so the benchmark measures the engine.
+`sync`, `k_sync(60)` and `rennala(64)` train on the same worker processes, with the model in the
+driver and on eight servers.
+
+For each step it measures the CPU time of the driver's main thread, which decides, sends the tasks,
+checks the results and adds them up. The median is bounded, and split by activity; the rest is
+deciding and writing the journal. It also measures the CPU time of the whole process, with Ray's
+threads. It measures the time from the decision to step until the first and the last worker have
+their next task. A loop of plain Python beside every step shows how much other load slowed the main
+thread.
 
 The full run spreads the workers over eight hosts (network namespaces with a Ray node each; needs
-Linux and root), and then trains for ten minutes in which every five seconds a worker is killed,
-stopped or made to raise, or a host leaves and comes back. Every run must use each sample once, its
-journal must replay, and in the end all workers must be there again. `--quick` has all workers on
-one Ray node of this machine, has no servers and no faults.
+Linux and root). Then it trains for ten minutes with a fault every five seconds. A worker is killed,
+stopped or made to raise, or a host leaves and comes back. Every run must use each sample once and
+its journal must replay. At the end all workers must be connected again. `--quick` runs all workers
+on one Ray node of this machine, without servers and faults.
 
     python benchmarks/fleet.py [--quick] [--seconds 600] [--every 5]
 """
@@ -63,10 +65,10 @@ VALUES = 2**17  # of 8 bytes: 1 MiB
 CPU_MS = 30.0  # of the driver's main thread, the median step
 POLICIES = {"sync": pl.sync(), "k_sync": pl.k_sync(60), "rennala": pl.rennala(64)}
 STEPS = 50  # of each calm run
-WARM_UP = 5  # of them that do not count
+WARM_UP = 5  # steps of each run that do not count
 TIMEOUT, START_TIMEOUT = 30.0, 300.0  # seconds
 KINDS = {"kill": 4, "stop": 3, "raise": 3, "host": 1}
-HEAVY = ("torch", "scipy", "pandas")  # what no worker has to import
+HEAVY = ("torch", "scipy", "pandas")  # packages that no worker may import
 
 
 # --- the learner ---------------------------------------------------------------------------------
@@ -108,8 +110,8 @@ class Bowl(Quadratic):
 
 
 class Watched(pl.Ray):
-    """Notes when a step is decided, when each worker has its first task on each version, and the
-    CPU time of the main thread by what it was spent on."""
+    """Records when a step is decided, when each worker gets its first task on each version, and
+    the CPU time of the main thread by activity."""
 
     def open(self, job: Job, saved: Saved | None = None) -> None:
         self.decided: list[float] = []
@@ -156,13 +158,13 @@ class Watched(pl.Ray):
         return timed
 
     def processes(self) -> dict[str, int]:
-        """Return the workers that are up, on whatever host of this machine."""
+        """Return the process ids of the connected workers on all hosts of this machine."""
         members = [] if self._pool is None else list(self._pool.members.values())
         return {m.name: m.place.pid for m in members if m.joined and m.place is not None}
 
 
 class Costs(pl.Callback):
-    """Takes the CPU times of every step, and that of a loop of plain Python beside it."""
+    """Measures the CPU times of every step, and of a loop of plain Python beside it."""
 
     def started(self, live: pl.Live) -> None:
         self.main: list[float] = []
@@ -196,7 +198,7 @@ class Costs(pl.Callback):
 def train(
     engine: Watched, learner: Bowl, policy: str, servers: Any, least: int = WORKERS, **end: Any
 ) -> dict[str, Any]:
-    """Train to an end; return what it took."""
+    """Train until the given end; return the costs."""
     engine.servers = servers
     costs = Costs(engine)
     run = pl.Trainer(
@@ -238,7 +240,7 @@ def train(
 
 
 def memory(pids: Iterable[int]) -> dict[str, Any]:
-    """Return the megabytes of workers, and which large packages one of them has loaded."""
+    """Return the mean megabytes of the workers, and the large packages that any of them loaded."""
     found: dict[str, list[float]] = {"Rss": [], "Pss": [], "Private": []}
     loaded: set[str] = set()
     for pid in pids:
@@ -261,18 +263,18 @@ def memory(pids: Iterable[int]) -> dict[str, Any]:
 
 
 class Faults:
-    """What befalls workers and hosts, and its end."""
+    """Injects faults into workers and hosts, and ends them."""
 
     def __init__(self, place: Hosts, folder: Path, seed: int = 0) -> None:
         self._hosts, self._folder, self._rng = place, folder, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.pids: dict[str, int] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self._away = False  # whether a host is, or is coming back
+        self._away = False  # whether a host is away or coming back
         self._starting: tuple[int, subprocess.Popen[Any]] | None = None
 
     def strike(self) -> None:
-        """Have something go wrong."""
+        """Inject a random fault."""
         kinds = {kind: n for kind, n in KINDS.items() if kind != "host" or not self._away}
         kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
         if kind != "host" and not self.pids:
@@ -300,13 +302,13 @@ class Faults:
         self._starting = host, self._hosts.start_node(host)
 
     def heal(self) -> None:
-        """End all faults that last or are to come."""
+        """End all faults, including requested ones."""
         self._due = [(0.0, action) for _, action in self._due]
         for order in self._folder.glob("[0-9]*"):
             order.unlink(missing_ok=True)
 
     def tend(self) -> None:
-        """End what is due; start a node again that Ray gave up after 30 s."""
+        """End the faults that are due; restart a node that Ray gave up after 30 s."""
         for each in [each for each in self._due if each[0] <= time.monotonic()]:
             self._due.remove(each)
             each[1]()
@@ -330,7 +332,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def drive(address: str, folder: Path) -> None:
-    """Train as standard input says, a line of JSON for each run."""
+    """Train once for each line of JSON on standard input."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     learner = Bowl(batch_size=4 * WORKERS, folder=str(folder))
     engine = Watched(
@@ -346,7 +348,7 @@ def drive(address: str, folder: Path) -> None:
 
 
 def turn(driver: Driver, faults: Faults, every: float | None, limit: float, **order: Any) -> Any:
-    """Have the driver train, with a fault every so many seconds; return what it says of it."""
+    """Let the driver train, with a fault every `every` seconds; return its answer."""
     if every is None:
         faults.heal()
     driver.order(**order)
@@ -365,7 +367,7 @@ def turn(driver: Driver, faults: Faults, every: float | None, limit: float, **or
 
 
 def on_hosts(steps: int, seconds: float, every: float, kinds: Sequence[str]) -> dict[str, Any]:
-    """Train on eight hosts, calmly and then with faults."""
+    """Train on eight hosts, first without faults and then with faults."""
     if reason := hosts.missing():
         raise RuntimeError(f"{reason}; --quick needs no hosts")
     rows, faulty = [], []
@@ -373,8 +375,8 @@ def on_hosts(steps: int, seconds: float, every: float, kinds: Sequence[str]) -> 
         folder = Path(tempfile.mkdtemp(prefix="fleet"))
         leave.callback(shutil.rmtree, folder, ignore_errors=True)
         place = leave.enter_context(Hosts(HOSTS, delay=0.0005, rate=1e9))
-        # A node starts as many workers at once as it has CPUs. One each, shared by eight workers:
-        # sixty-four at once would compete for the same cores until Ray gives them up.
+        # A node starts as many workers at once as it has CPUs, so each node has one CPU. If all
+        # sixty-four started at once, they would compete for cores until Ray gives them up.
         address = place.start_ray(cpus=1, object_store=200_000_000, timeout=240.0)
         driver = Driver(place, __file__, ["--drive", address, "--folder", str(folder)], folder)
         faults = Faults(place, folder)
@@ -441,10 +443,10 @@ def show(row: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def compiled() -> Iterator[bool]:
-    """Have modules compiled once, also where Python may not or did not keep what it compiled.
+    """Compile modules once, if Python has no bytecode cache; yield whether it was needed.
 
-    Compiling Ray's 900 modules takes 2 s of CPU, twice as long as importing them, and each of the
-    sixty-four processes would do it for itself.
+    Compiling Ray's 900 modules takes 2 s of CPU, twice as long as importing them. Otherwise each
+    of the sixty-four processes would repeat it.
     """
     source = importlib.util.find_spec("ray")
     assert source is not None and source.origin is not None
@@ -460,7 +462,7 @@ def compiled() -> Iterator[bool]:
 
 
 def stolen() -> tuple[int, int]:
-    """Return the time that the host of this machine gave to others, and all time, in ticks."""
+    """Return the stolen time (used by other virtual machines) and the total time, in ticks."""
     times = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return times[7], sum(times)
 
@@ -493,8 +495,8 @@ def main() -> None:
         drive(given.drive, given.folder)
         return
     if "OMP_NUM_THREADS" not in os.environ:
-        # OpenBLAS shares a product of so many float64 among threads, which wait for each other on
-        # a busy machine: 59 instead of 15 ms to check 64 results. With float32 it does not.
+        # OpenBLAS splits a product of so many float64 among threads, which wait for each other on
+        # a busy machine: 59 instead of 15 ms to check 64 results. It does not split float32.
         os.environ["OMP_NUM_THREADS"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.argv])
     began, before = time.monotonic(), stolen()

@@ -1,8 +1,8 @@
-"""Whether training on this machine's GPUs works: placement, numbers, precision, faults, speed.
+"""Checks training on this machine's GPUs: placement, numbers, precision, faults, speed.
 
-Run it on a machine with one GPU or more; it takes under ten minutes and writes a JSON report
-(`--report`, by default gpu_report.json). It ends with 0 if all checks hold, with 1 if one does
-not, and with 3 if torch sees no GPU: then nothing was tested.
+Run it on a machine with one GPU or more. It takes under ten minutes and writes a JSON report
+(`--report`, by default gpu_report.json). It exits with 0 if all checks hold, and with 1 if a
+check fails. It exits with 3 if torch sees no GPU, so that nothing was tested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from _report import machine
 
 NO_GPU = 3
 INPUTS, CLASSES, SAMPLES = 64, 10, 4096
-CLOSE = 1e-3  # relative: float32 on another device, where sums go in another order
+CLOSE = 1e-3  # relative: another device adds float32 in another order
 
 
 def examples() -> TensorDataset:
@@ -65,7 +65,7 @@ def entropy_in_half(model: nn.Module, batch: Any) -> Tensor:
 
 
 def which(model: nn.Module, batch: Any) -> Tensor:
-    """A loss that tells which GPU the batch is on; -1 for none."""
+    """Return the number of the batch's GPU as a loss; -1 for none."""
     number = -1.0
     if batch[0].is_cuda:
         number = float(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
@@ -186,7 +186,7 @@ def main() -> None:
         begin = time.monotonic()
         try:
             found = check(gpus)
-        except Exception as error:  # a check that breaks is a finding, and the others are too
+        except Exception as error:  # a failed check is reported, and the others still run
             found = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         report["checks"][name] = found | {"seconds": round(time.monotonic() - begin, 1)}
         print(f"{name}: {'ok' if found['ok'] else 'NOT OK'} {json.dumps(found)}", flush=True)

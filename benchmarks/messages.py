@@ -1,16 +1,16 @@
-"""What is sent: accuracy against bytes, and seconds to an accuracy over a slow network.
+"""Compressed messages: accuracy against bytes, and seconds to an accuracy on a slow network.
 
-Parts, each a file of its own that says what it does:
+Parts, each in its own file, which describes it:
 - star (messages_star.py): encoded results of 8 workers on handwritten digits or Fashion-MNIST, in
   simulated time, with two controls.
-- lazy (messages_lazy.py): results sent only as far as they have changed.
-- gossip (messages_gossip.py): 8 nodes in a ring without a main one, on the same data.
-- cifar (messages_cifar.py): the same for a convolutional network on CIFAR-10, whose files have to
-  be there: `--cifar DIR`.
+- lazy (messages_lazy.py): workers send only the changes of their results.
+- gossip (messages_gossip.py): 8 nodes in a ring, decentralized, on the same data.
+- cifar (messages_cifar.py): the same for a convolutional network on CIFAR-10; it needs the files:
+  `--cifar DIR`.
 - network (messages_network.py): seconds to the same accuracy on four hosts behind slow links,
   against DistributedDataParallel; needs root.
 
-Without `--only` all parts that can run here are run, and of `--quick` the first alone.
+Without `--only`, all parts run that can run here; with `--quick`, only the first.
 
     python benchmarks/messages.py [--quick] [--only PART] [--cifar DIR] [--tune]
 """
@@ -33,7 +33,7 @@ PARTS = ("star", "lazy", "gossip", "cifar", "network")
 
 
 def hindrances(cifar: Path | None) -> dict[str, str | None]:
-    """Say of each part why it cannot run here, or None."""
+    """Return for each part why it cannot run here, or None."""
     return {
         "star": None,
         "lazy": None,
@@ -66,7 +66,7 @@ def main() -> None:
         if reason := hindered[part]:
             print(f"\n{part}: not run, {reason}", flush=True)
             figures[part] = {"not_run": reason}
-            held += [options.only != part]  # what was asked for and not run does not hold
+            held += [options.only != part]  # a part that was requested and not run does not hold
         elif part == "star":
             figures[part] = messages_star.measure(options.quick)
             held += [messages_star.holds(figures[part])]

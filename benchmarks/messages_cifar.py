@@ -1,9 +1,10 @@
 """Accuracy against bytes for a ResNet-8 on CIFAR-10: methods of messages_gossip.py.
 
-8 nodes in simulated time with real arithmetic in bfloat16, mixed shards and shards sorted by
-label. GroupNorm and not BatchNorm: a worker that has one class only has statistics of that class,
-and then everybody's accuracy falls whatever is sent (Hsieh et al., 2020, arXiv 1910.00189).
-Tensors are not channels_last, as GroupNorm in bfloat16 takes twice the time then.
+8 nodes train in simulated time with real arithmetic in bfloat16, on mixed shards and on shards
+sorted by label. The model has GroupNorm, not BatchNorm. With BatchNorm, a worker with one class
+has statistics of that class only. The accuracy of all models then falls for every method (Hsieh et
+al., 2020, arXiv 1910.00189). Tensors are not channels_last, since GroupNorm in bfloat16 would take
+twice the time.
 
     python benchmarks/messages.py --only cifar --cifar DIR [--quick]
 
@@ -34,14 +35,14 @@ METHODS = (
     *("CHOCO, top 10 %", DENSE, "a central coordinator, top 1 % + int8, feedback"),
     "DiLoCo, 10 local steps, int8",
 )
-# Some 0.15 s of a core for a step, so that 60 runs take some 40 minutes of two cores.
+# A step takes about 0.15 s of a core, so 60 runs take about 40 minutes on two cores.
 BATCH, STEPS, QUICK_STEPS = 128, 480, 4
-SCALES = 0.0125, 0.05  # the best of few that were tried with another seed
+SCALES = 0.0125, 0.05  # the best of a few, tuned with another seed
 NAMES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
 
 
 def missing(folder: Path | None) -> str | None:
-    """Say why the data cannot be had, or None."""
+    """Return why the data cannot be read, or None."""
     if folder is None:
         return "give the folder of CIFAR-10's binary files by --cifar DIR"
     absent = [name for name in NAMES if not (folder / name).exists()]
@@ -56,7 +57,7 @@ def read(files: Sequence[Path]) -> TensorDataset:
 
 
 class Block(nn.Module):
-    """Two convolutions and what goes past them (He et al., 2016, arXiv 1512.03385)."""
+    """Two convolutions and a skip connection (He et al., 2016, arXiv 1512.03385)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -118,9 +119,9 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def holds(figures: dict[str, Any], quick: bool) -> bool:
-    """Tell whether ours save most bytes and are nearly as good, and sending nothing is not.
+    """Return whether ours save most bytes at nearly the same accuracy, and the control fails.
 
-    A handful of steps, as in a quick look, must only send as little.
+    A quick run has too few steps for accuracy: only the bytes are checked.
     """
     if quick:
         return bool(figures["ours, int8"]["mixed"]["saved"] >= 0.7)

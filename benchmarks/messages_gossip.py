@@ -1,11 +1,11 @@
 """Accuracy against bytes, decentralized: 8 nodes in a ring, and a central coordinator beside them.
 
-Training in simulated time with real arithmetic, each node at its own pace (0.9 s and an exponential
-tenth for a step), of an MLP on handwritten digits (`--quick`) or on Fashion-MNIST. Accuracy is that
-of the mean of all models, of single models on the average, and of the worst of them; learning rates
-are those of messages_star.py. Two controls: no communication at all (models are averaged once, at
-the end), and shards that are sorted by label. Bytes are all that any node or server sends. All
-methods see as many samples.
+An MLP trains in simulated time with real arithmetic, on handwritten digits (`--quick`) or on
+Fashion-MNIST. Each node has its own pace: a step takes 0.9 s plus an exponential tenth. Accuracy is
+reported for the mean of all models, for single models on average, and for the worst model. Learning
+rates are those of messages_star.py. There are two controls: no communication (models are averaged
+once, at the end), and shards sorted by label. Bytes are the sum over all nodes and servers. All
+methods use the same number of samples.
 
     python benchmarks/messages.py --only gossip [--quick]
 """
@@ -37,7 +37,7 @@ CONTROL = "no communication"
 
 @dataclass(frozen=True)
 class Method:
-    """How a run is made."""
+    """The settings of a run."""
 
     policy: Policy = field(default_factory=pl.sync)
     codec: Codec | None = None
@@ -48,7 +48,7 @@ class Method:
 
 
 def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, Method]:
-    """Return all methods, for runs of so many steps of everyone.
+    """Return all methods, for runs of `steps` steps per node.
 
     scales: of the trigger's threshold, with int8 and with top 10 % + int8.
     """
@@ -91,7 +91,7 @@ STEPS = 400
 
 
 def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, float]:
-    """Be one run, in a process of its own."""
+    """Train once; a pool calls this in its own process."""
     task = make()
     method = methods(task.steps, task.scales)[name]
     torch.manual_seed(seed)
@@ -124,7 +124,7 @@ def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, 
 
 
 def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Train by each method on both kinds of shards; print a row when it is there."""
+    """Train by each method on both kinds of shards; print each row as it completes."""
     figures: dict[str, Any] = {}
     wide = ["mean model", "mean", "worst"]
     lines = Lines(["8 nodes", *wide, "sorted:", "mean", "worst", "bytes saved", "messages"], 37)
@@ -176,8 +176,9 @@ def measure(quick: bool) -> dict[str, Any]:
 def saved(
     figures: dict[str, Any], kind: str, only: str = "", points: float = BOUNDS["points"]
 ) -> float:
-    """Return the share of bytes that the best of our methods saves whose mean of all models is as
-    good as that of D-PSGD.
+    """Return the largest fraction of bytes that one of our methods saves.
+
+    It counts methods whose mean model is within `points` of the accuracy of D-PSGD.
     """
     reference = figures[REFERENCE][kind]
     good = [
@@ -190,7 +191,7 @@ def saved(
 
 
 def holds(figures: dict[str, Any]) -> bool:
-    """Tell whether our methods save what they should, and sending nothing is not as good."""
+    """Return whether our methods reach the bounds, and the control is clearly worse."""
     reference, control = figures[REFERENCE]["sorted"], figures[CONTROL]["sorted"]
     return (
         saved(figures, "mixed") >= BOUNDS["bytes_saved"]

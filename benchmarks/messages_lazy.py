@@ -1,7 +1,8 @@
-"""Results sent only as far as they changed: where that pays, and where it does not.
+"""Lazy messages (only the changes of results are sent): where they pay, and where not.
 
-Least squares on 8 workers that hold an eighth of the rows each, on scales from 1 to 17: with whole
-gradients, and with batches of 8 rows a worker. Simulated; the same learning rate for all methods.
+Least squares on 8 simulated workers, each with an eighth of the rows, on scales from 1 to 17. It
+runs with full gradients, and with batches of 8 rows per worker. All methods have the same learning
+rate.
 
     python benchmarks/messages.py --only lazy [--quick]
 """
@@ -28,7 +29,7 @@ METHODS: dict[str, Codec] = {
 
 
 def run(codec: Codec, batch: int, rate: float, steps: int, seed: int) -> tuple[float, float]:
-    """Return the loss above the least, and the share of messages that had something to say."""
+    """Return the loss above the minimum, and the fraction of messages that were not empty."""
     rng = np.random.default_rng(seed)
     scales = np.repeat(1.5 ** np.arange(1.0 - WORKERS, 1.0), ROWS)[:, None]
     rows = scales * rng.standard_normal((WORKERS * ROWS, SIZE))
@@ -66,7 +67,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def holds(figures: dict[str, Any]) -> bool:
-    """Tell whether LAG and EF21 pay with whole gradients, and feedback with small batches."""
+    """Return whether LAG and EF21 pay with full gradients, and feedback with small batches."""
     ef21, feedback = figures["EF21, top 10 %"], figures["top 10 %, feedback"]
     return all(
         figures["LAG"]["whole"][i][1] < BOUNDS["lag_sent"]
@@ -78,6 +79,6 @@ def holds(figures: dict[str, Any]) -> bool:
 
 
 def told(runs: list[tuple[float, float]]) -> tuple[str, str]:
-    """Return the range of losses, and that of the shares sent."""
+    """Return the range of losses, and the range of the fractions sent."""
     losses, sent = zip(*runs, strict=True)
     return f"{min(losses):.0e} to {max(losses):.0e}", f"{min(sent):.0%} to {max(sent):.0%}"

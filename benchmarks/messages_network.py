@@ -1,16 +1,15 @@
 """Seconds to the same test accuracy over a slow network, by what is sent and how often.
 
 Four hosts on this machine (network namespaces, `paceline.testing.hosts`), each behind a link of
-20 Mbit/s, 20 ms round trips between them, one Ray node and one worker on each. An MLP of 1.06 MB
+20 Mbit/s, with 20 ms round trips. Each host has one Ray node and one worker. An MLP of 1.06 MB
 on Fashion-MNIST, batches of 4 x 128. All arms run on the same hosts and take turns, seed by seed.
 
-How often a method must step is found out beforehand, on the simulator, which computes the same
-bits (but for int8 in the slices of several servers): it steps until the test images are told as
-well as they should be. Then as many steps are timed on the hosts, where nobody looks at the model,
-which would cost network time of its own; what came of it is tested afterwards. In a decentralized
-run messages come late, so that more steps are needed on the hosts: runs half as long again, until
-one is as good as it should be. For DistributedDataParallel somebody looks after each step, with the
-clock stopped.
+The simulator first finds the number of steps that a method needs: it trains until the test
+accuracy reaches the target. It computes the same bits as the hosts, except for int8 in the slices
+of several servers. Then the same number of steps is timed on the hosts. The model is not tested
+during these steps, since that would cost network time; it is tested afterwards. In a decentralized
+run on the hosts, messages arrive late, so more steps are needed. Runs get half as long again until
+one reaches the target. DistributedDataParallel is tested after each step, with the clock stopped.
 
 Learning rates are the best of a grid for each method, `--tune`. Needs root, `ip`, a C compiler.
 
@@ -57,7 +56,7 @@ BOUNDS = {"top_k_to_ddp": 0.5, "diloco_to_ddp": 0.25, "points": 0.5}
 
 @dataclass(frozen=True)
 class Arm:
-    """How a run is made; without a policy it is DistributedDataParallel."""
+    """The settings of a run; policy=None: DistributedDataParallel."""
 
     lr: float
     momentum: float = 0.0
@@ -67,7 +66,7 @@ class Arm:
     outer: Any = None
     servers: Any = None
     rank: int | None = None  # of PowerSGD
-    once: bool = False  # for the first seed alone, as it takes minutes
+    once: bool = False  # only for the first seed, since it takes minutes
 
 
 FEW = pl.codecs.Feedback(pl.codecs.Chain(pl.codecs.TopK(0.01), pl.codecs.Int8()))
@@ -79,8 +78,8 @@ ARMS = {
     "DDP, PowerSGD rank 4": Arm(0.05, 0.9, None, rank=4),
     "sync, one server": Arm(0.1, 0.9, servers="driver", once=True),
     "sync": Arm(0.1, 0.9),
-    # The steps of 4 x 1 % of the numbers change at most 4 %, so that 5 % down leave nothing out;
-    # momentum would change all of them.
+    # A step changes at most 4 x 1 % of the values, so 5 % down omit nothing. Momentum would change
+    # all values.
     "top 1 % + int8 up, 5 % down": Arm(0.4, codec=FEW, model_codec=pl.codecs.TopK(0.05)),
     "DGC 1 % up, 5 % down": Arm(
         0.2, codec=pl.codecs.DeepGradient(0.01), model_codec=pl.codecs.TopK(0.05)
@@ -89,7 +88,7 @@ ARMS = {
         0.1, 0.9, NEWS, pl.codecs.Chain(pl.codecs.TopK(0.1), pl.codecs.Int8())
     ),
     "DiLoCo, 20 local steps": Arm(0.05, 0.9, pl.local_sgd(20), outer=NESTEROV),
-    # The slices of results are below 100 KB then, which Ray sends by way of the driver's host.
+    # The slices of results are then below 100 KB, and Ray sends them through the driver's host.
     "DiLoCo, int8 up": Arm(0.05, 0.9, pl.local_sgd(20), pl.codecs.Int8(), outer=NESTEROV),
     "DiLoCo, int8 up and down": Arm(
         0.05, 0.9, pl.local_sgd(20), pl.codecs.Int8(), pl.codecs.Int8(), NESTEROV
@@ -110,7 +109,7 @@ def make_model(seed: int) -> nn.Module:
 
 def make_learner(arm: Arm, seed: int) -> pl.TorchLearner:
     sgd = partial(torch.optim.SGD, lr=arm.lr, momentum=arm.momentum)
-    opened = partial(data, False)  # by each worker, so that it does not travel
+    opened = partial(data, False)  # by each worker, so that it is not sent
     return pl.TorchLearner(make_model(seed), loss, sgd, opened, BATCH, outer=arm.outer)
 
 
@@ -124,7 +123,7 @@ def trainer(arm: Arm, engine: Any, seed: int, *callbacks: pl.Callback) -> pl.Tra
 
 @cache
 def rehearse(name: str, seed: int, target: float, hosts: int, lr: float | None = None) -> int:
-    """Return how many steps it takes to the target; 0 if it is never reached."""
+    """Return the number of steps to the target; 0 if it is not reached."""
     arm = ARMS[name] if lr is None else replace(ARMS[name], lr=lr)
     reached: list[int] = []
 
@@ -153,7 +152,7 @@ class Rank:
         self._dist, self._rank, self._size = dist, rank, size
 
     def set_up(self, name: str, seed: int) -> None:
-        """Get ready, which takes messages of its own."""
+        """Build the model and the optimizer, which sends messages."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
@@ -168,7 +167,7 @@ class Rank:
         self._stream = Stream(len(data(False)), seed)
 
     def train(self, target: float, most: int) -> dict[str, float]:
-        """Train on the samples that `sync` would take; return what came of it."""
+        """Train on the samples that `sync` would use; return seconds, steps and accuracy."""
         model, sgd, seconds, share = self._model, self._sgd, 0.0, BATCH // self._size
         for step in range(1, most + 1):
             self._dist.barrier()
@@ -207,30 +206,30 @@ def tell(**what: Any) -> None:
 
 
 def mark() -> None:
-    """Have the bytes counted that were carried so far."""
+    """Request a count of the bytes that were carried so far."""
     tell(mark=True)
     input()
 
 
 class Marks(pl.Callback):
-    """Has the bytes counted between the first step and the last: before and after is setting up."""
+    """Requests byte counts at the first and the last step, which excludes setting up."""
 
     def __init__(self, last: int) -> None:
         self._at = (1, last)
 
     def stepped(self, progress: pl.Progress) -> None:
-        for _ in range(self._at.count(progress.step)):  # of a single step nothing is counted
+        for _ in range(self._at.count(progress.step)):  # a single step counts 0 bytes
             mark()
 
 
 def drive(address: str, names: list[str], seeds: list[int], target: float) -> None:
-    """Measure on the hosts, telling each run."""
+    """Measure on the hosts, and print each run."""
     torch.set_num_threads(1)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     hosts = len(ray.nodes())
     ranks = start_ranks()
     with pl.Ray(hosts, cpus=1, timeout=300) as engine:
-        for name in ("sync", names[-1]):  # connections, first pages
+        for name in ("sync", names[-1]):  # a warm-up: opens connections
             trainer(ARMS[name], engine, 0).fit(steps=1)
         for turn, seed in enumerate(seeds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -254,7 +253,7 @@ def drive(address: str, names: list[str], seeds: list[int], target: float) -> No
                 run = trainer(arm, engine, seed, Marks(steps)).fit(steps=steps)
                 right = accuracy(run.model, data(True))
                 while isinstance(arm.policy, pl.gossip.Gossip) and right < target and steps < MOST:
-                    steps = min(3 * steps // 2, MOST)  # its messages come late here
+                    steps = min(3 * steps // 2, MOST)  # messages arrive late on the hosts
                     run = trainer(arm, engine, seed, Marks(steps)).fit(steps=steps)
                     right = accuracy(run.model, data(True))
                 tell(arm=name, seconds=run.seconds, steps=steps, all=right, counted=steps - 1)
@@ -264,7 +263,7 @@ def drive(address: str, names: list[str], seeds: list[int], target: float) -> No
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Let host 0 drive; print each run as it comes, and return the figures of all."""
+    """Run the driver on host 0; print each run as it ends, and return all figures."""
     names = list(QUICK if quick else ARMS)
     target, seeds = (QUICK_TARGET, [0]) if quick else (TARGET, [0, 1, 2])
     runs: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -272,7 +271,7 @@ def measure(quick: bool) -> dict[str, Any]:
     here, package = Path(__file__), Path(pl.__file__)
     paths = [str(package.parents[1]), str(here.parent), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}  # this tree on every host
-    load = os.getloadavg()[0]  # before; Ray's daemons are not told from what others do
+    load = os.getloadavg()[0]  # before the start, so without Ray's daemons
     print(f"\n{HOSTS} hosts, {RATE / 1e6:g} Mbit/s, 20 ms: seconds to {target:g} %", flush=True)
     with Hosts(HOSTS, delay=DELAY, rate=RATE, queue=QUEUE) as hosts:
         plan = json.dumps([hosts.start_ray(cpus=1, env=env), names, seeds, target])
@@ -340,9 +339,9 @@ def report(runs: dict[str, list[dict[str, Any]]], target: float) -> dict[str, An
 
 
 def holds(figures: dict[str, Any], quick: bool) -> bool:
-    """Tell whether few numbers, and seldom ones, are as much quicker than DDP as they should be.
+    """Return whether top-k messages and DiLoCo are faster than DDP by their bounds.
 
-    After so few steps as in a quick look, starting up is much of the time.
+    A quick run has wider bounds, since starting takes much of its time.
     """
     ddp = figures["DDP"]["median"]
     few = figures["top 1 % + int8 up, 5 % down"]["median"] / ddp
@@ -356,7 +355,7 @@ def holds(figures: dict[str, Any], quick: bool) -> bool:
 def tune(seeds: Sequence[int]) -> None:
     """Print the steps to the target for a grid of learning rates, on the simulator.
 
-    DDP takes the steps of `sync`. PowerSGD was tuned by hand, among five of rank and rate.
+    DDP needs the steps of `sync`. PowerSGD was tuned by hand, over five pairs of rank and lr.
     """
     for name in (name for name, arm in ARMS.items() if arm.policy and arm.servers is None):
         for lr in GRID:

@@ -1,12 +1,12 @@
-"""Accuracy against bytes: what results are encoded with on their way from 8 workers to the server.
+"""Accuracy against bytes for codecs of the results that 8 workers send to the server.
 
-Training in simulated time with real arithmetic, of an MLP on handwritten digits (`--quick`) or on
-Fashion-MNIST. Two controls keep the figures honest: no communication at all (everyone trains by
-itself, and the models are averaged once, at the end), and shards that are sorted by label, on
-which that is a catastrophe. All methods see as many samples.
+An MLP trains in simulated time with real arithmetic, on handwritten digits (`--quick`) or on
+Fashion-MNIST. There are two controls. Without communication, every worker trains by itself, and the
+models are averaged once, at the end. On shards sorted by label, that control must fail. All methods
+use the same number of samples.
 
-Learning rates are tuned for the uncompressed method, `--tune`, and those of the others left as
-they are, but where momentum moves to the workers, or is given up.
+Learning rates are tuned for the uncompressed method, `--tune`. The other methods use the same ones,
+except where momentum moves to the workers or is removed.
 
     python benchmarks/messages.py --only star [--quick] [--tune]
 """
@@ -45,17 +45,17 @@ GRID = (0.5, 1.0, 2.0, 4.0)  # times the learning rate
 
 @dataclass(frozen=True)
 class Method:
-    """How a run is made."""
+    """The settings of a run."""
 
     codec: Codec | None = None
     policy: Policy = field(default_factory=pl.sync)
-    outer: MakeOptimizer | None = None  # of the server, for changes by local steps
+    outer: MakeOptimizer | None = None  # the server's optimizer, for local steps
     momentum: float = 0.9
     lr: float = 1.0  # times that of the uncompressed method
 
 
 def methods(steps: int) -> dict[str, Method]:
-    """Return all methods, for runs of so many steps of everyone."""
+    """Return all methods, for runs of `steps` steps per worker."""
     ef, top = pl.codecs.Feedback, pl.codecs.TopK
     few = ef(pl.codecs.Chain(top(0.01), pl.codecs.Int8()))
     return {
@@ -82,7 +82,7 @@ def methods(steps: int) -> dict[str, Method]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what, and how well that is done."""
+    """A model, its data, and a measure of its accuracy."""
 
     train: Dataset[Any]
     labels: Any
@@ -140,21 +140,21 @@ def run(task: Task, method: Method, sorted_by_label: bool, seed: int) -> dict[st
 
 
 def job(make: Callable[[], Task], name: str, kind: str, seed: int, lr: float) -> dict[str, float]:
-    """Be one run, in a process of its own."""
+    """Train once; a pool calls this in its own process."""
     task = make()
     method = methods(task.steps)[name]
     return run(task, replace(method, lr=lr * method.lr), kind == "sorted", seed)
 
 
 def pool() -> ProcessPoolExecutor:
-    """Return processes, as many as cores, for runs that none of them has to wait for."""
+    """Return a pool with one process, and one torch thread, per core."""
     return ProcessPoolExecutor(
         machine()["cores"], get_context("spawn"), torch.set_num_threads, (1,)
     )
 
 
 def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Train by each method on both kinds of shards; print a row when it is there."""
+    """Train by each method on both kinds of shards; print each row as it completes."""
     figures: dict[str, Any] = {}
     lines = Lines(["results sent by 8 workers", "accuracy", "sorted shards", "MB up", "saved"], 36)
     with pool() as runs:
@@ -223,7 +223,7 @@ def late(make: Callable[[], Task], name: str, seed: int) -> float:
 
 
 def discards(make: Callable[[], Task], seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Print the training loss when results that come too late go back to memory, and when not."""
+    """Print the training loss if late results are returned to the feedback memory, and if not."""
     print("\nringmaster(4, stops=False), 37 % of the results too late: training loss of each seed")
     lines, found = Lines(["", "loss"], 36, 21), {}
     with pool() as runs:
@@ -244,9 +244,9 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def holds(figures: dict[str, Any]) -> bool:
-    """Tell whether some method saves as many bytes as it should and is as good as the dense one.
+    """Return whether a method as accurate as the dense one saves enough bytes.
 
-    And whether it is better to give back what came too late than to lose it.
+    Returning late results to the feedback memory must also give a lower loss than losing them.
     """
     back, lost = (figures["too late"][f"top 1 %, {what}"] for what in ("given back", "lost"))
     return (
@@ -257,7 +257,7 @@ def holds(figures: dict[str, Any]) -> bool:
 
 
 def saved(figures: dict[str, Any], kind: str) -> float:
-    """Return the share of bytes that the best of the methods saves that are as good as dense."""
+    """Return the largest fraction of bytes that a method as accurate as the dense one saves."""
     least = figures["dense"][kind] - BOUNDS["points"]
     methods = {
         name: f for name, f in figures.items() if name not in ("no communication", "too late")

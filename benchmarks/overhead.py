@@ -1,12 +1,12 @@
-"""What paceline costs on top of Ray: `sync` on eight workers against a loop written by hand.
+"""The overhead of paceline over Ray: `sync` on eight workers against a hand-written loop.
 
-Both arms train the same perceptron on the same samples with the same optimizer, on the same Ray,
-eight workers each, one torch thread in each worker and torch's default in the main process, and
-end with the same model, which is checked. The loop by hand is what a competent engineer writes:
-parameters and gradients as views of flat buffers, the model put into the object store once per
-round, gradients added up as they come. It imports nothing from paceline.
+Both arms train the same perceptron on the same samples with the same optimizer on the same Ray.
+Each has eight workers, with one torch thread per worker and torch's default in the main process.
+Both end with the same model, which is checked. The hand-written loop is that of a competent
+engineer. Parameters and gradients are views of flat buffers. The model is put into the object store
+once per round. Gradients are added as they arrive. The loop imports nothing from paceline.
 
-The arms take turns, round by round, in the order A B B A, and never work at the same time: the
+The arms take turns, round by round, in the order A B B A, and never run at the same time. The
 hand-written rounds run while paceline pauses after a step. A ratio is that of two neighboring
 rounds; the figure is their median, with the 95 % interval of the median.
 
@@ -45,11 +45,11 @@ WORKERS, SHARE, CPUS = 8, 16, 0.05
 EXAMPLES, SEED, RATE = 4096, 0, 0.01
 HIDDEN = {"1 MB": 314, "11 MB": 3459, "45 MB": 14151}  # 795 hidden + 10 numbers of 4 bytes
 BOUNDS = {"1 MB": 1.15, "11 MB": 1.05, "45 MB": 1.05}
-SAME = 1e-4  # models apart by less took the same steps; rounding gives about 1e-8
+SAME = 1e-4  # models that differ by less took the same steps; rounding gives about 1e-8
 WARM_UP = 2  # rounds of each arm that do not count, an even number
 
 Vector: TypeAlias = NDArray[np.float32]
-Spent: TypeAlias = defaultdict[str, float]  # seconds by what they were spent on
+Spent: TypeAlias = defaultdict[str, float]  # seconds by activity
 
 
 def perceptron(hidden: int) -> nn.Module:
@@ -133,7 +133,7 @@ class ByHand:
             begin = time.perf_counter()
             self._gradients.add_(vector, alpha=1 / WORKERS)
             adding += time.perf_counter() - begin
-            del vector, done  # or the object store keeps it
+            del vector, done  # frees it in the object store
         clock.append(time.perf_counter())
         self._optimizer.step()
         clock.append(time.perf_counter())
@@ -148,7 +148,7 @@ class ByHand:
 
 
 class TakingTurns(pl.Ray):
-    """Paceline's engine, with a pause after each step in which the other arm has the machine."""
+    """Paceline's engine, with a pause after each step for the other arm."""
 
     pause: Callable[[], None]
 
@@ -159,7 +159,7 @@ class TakingTurns(pl.Ray):
 
 
 class Stopwatch:
-    """Says what the main process did with its time: seconds by name, each counted once."""
+    """Measures the time of the main process by activity; each second counts once."""
 
     def __init__(self) -> None:
         self.spent: Spent = defaultdict(float)
@@ -167,18 +167,18 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def turn(self) -> None:
-        """Count the time until now for whatever is being done."""
+        """Add the time until now to the current activity."""
         now = time.perf_counter()
         self.spent[self._stack[-1]] += now - self._since
         self._since = now
 
     def forget(self) -> None:
-        """Leave out the time since the last turn: it was not ours."""
+        """Exclude the time since the last turn, which the other arm used."""
         self._since = time.perf_counter()
 
     @contextmanager
     def watching(self, methods: dict[tuple[type, str], str]) -> Iterator[None]:
-        """Count the time in these methods, without that in others of them they call."""
+        """Count the time in these methods; nested calls count for the inner method only."""
         originals = {(owner, name): owner.__dict__.get(name) for owner, name in methods}
         for (owner, name), label in methods.items():
             setattr(owner, name, self._watched(getattr(owner, name), label))
@@ -220,7 +220,7 @@ PARTS = ("decide", "publish", "submit", "wait", "take", "reduce", "other")
 
 @dataclass
 class Times:
-    """Seconds of the rounds of both arms; those of one place in the lists are neighbors."""
+    """Seconds of the rounds of both arms; entries with the same index are neighbors."""
 
     hand: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
@@ -241,7 +241,7 @@ class Times:
 def measure(
     times: Times, hidden: int, rounds: int, engine: TakingTurns, workers: list[Any], profile: bool
 ) -> None:
-    """Let both arms train for so many rounds, an even number, and add their times."""
+    """Train both arms for `rounds` rounds, an even number, and add their times."""
     by_hand = ByHand(workers, hidden)
     watch = Stopwatch()
     hand: list[float] = []

@@ -1,10 +1,10 @@
-"""How alike parts of data are, how long cutting takes, and what shares by speed are worth.
+"""How similar the parts of a partition are, the time to cut it, and the gain of shares by speed.
 
-Four questions, each also a script of its own for those that need Ray or torchrun:
+Four questions; those that need Ray or torchrun are also separate scripts:
 - MMD of the parts to the whole, times 1000, for every method, on handwritten digits and on
-  Fashion-MNIST, with equal and unequal shares; measured in features that no method has seen.
-- Seconds for 60,000 and for 10^6 samples, once features are there, and their growth.
-- placement_guard.py: the accuracy that a slow worker's classes cost without a guard, and with it.
+  Fashion-MNIST, with equal and unequal shares. The MMD uses features that no method used.
+- Seconds for 60,000 and for 10^6 samples, given the features, and their growth.
+- placement_guard.py: the accuracy lost on a slow worker's classes, without a guard and with it.
 - placement_ray.py, placement_ddp.py: the time that shares by speed save, on 8 Ray workers and on
   4 ranks under torchrun.
 """
@@ -39,7 +39,7 @@ Make = Callable[[int], cut.Partition]
 
 
 def methods(z: Any, labels: Any, shares: Sequence[float], slow: bool) -> dict[str, Make]:
-    """Return how each method cuts, given a seed; some are too slow for a short look."""
+    """Return each method's partition as a function of the seed; slow: with the slow methods."""
     found: dict[str, Make] = {
         "sorted by label": lambda seed: cut.by_label(labels, shares),
         "random": lambda seed: cut.even(len(labels), shares, seed=seed),
@@ -69,7 +69,7 @@ def methods(z: Any, labels: Any, shares: Sequence[float], slow: bool) -> dict[st
 
 
 def merged(z: Any, labels: Any, shares: Sequence[float], seed: int) -> cut.Partition:
-    """Cut into 64 tiles, and give each worker as many of them as its share calls for."""
+    """Cut into 64 tiles, and give each worker tiles in proportion to its share."""
     tiles = cut.balanced(z, 64, labels, seed=seed)
     counts = np.round(64 * np.cumsum([0, *shares]) / sum(shares)).astype(int)
     return tiles.merged(np.searchsorted(counts[1:], np.arange(64), side="right").tolist())
@@ -105,7 +105,7 @@ def distances(
 
 
 def times(sizes: Sequence[int]) -> dict[str, Any]:
-    """Print and return the seconds of stream balancing, of samples with 64 numbers, 10 classes."""
+    """Print and return the seconds of stream balancing, for 64 features and 10 classes."""
     rows, found = [], {}
     cut.balanced(np.random.default_rng(0).standard_normal((5000, 64), np.float32), 8)
     for size in sizes:
@@ -127,7 +127,7 @@ def times(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def script(name: str, quick: bool) -> dict[str, Any]:
-    """Run a benchmark that needs processes of its own; show its table, return its last line."""
+    """Run a benchmark in its own process; print its table, return its last line."""
     command = [sys.executable, str(Path(__file__).with_name(name)), *(["--quick"] if quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     *shown, last = done.stdout.strip().splitlines() or [""]
@@ -145,7 +145,7 @@ def main() -> None:
     options = arguments.parse_args()
     wanted = {options.only} if options.only else {"parts", "times", "guard", "ray", "ddp"}
     if options.quick and not options.only:
-        wanted -= {"ray", "ddp"}  # a look at these: --quick --only ray
+        wanted -= {"ray", "ddp"}  # for a quick run of these: --quick --only ray
     figures: dict[str, Any] = {}
     held: list[bool] = []
     if "parts" in wanted:

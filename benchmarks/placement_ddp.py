@@ -1,13 +1,13 @@
 """Seconds per step of DistributedDataParallel on 4 unequal ranks: shares equal, and by speed.
 
-A CNN on Fashion-MNIST over gloo, launched by torchrun. The ranks are real processes that are
-stopped and continued so that their speeds are 1 : 1 : 2 : 4, the fastest running as much as its
-equal share of the cores. DistributedSampler and ProportionalSampler take turns, a few steps each,
-in the same processes; the latter has learned the speeds before, which is timed by itself. What
-was trained with it is compared with one process that trains on the global batches.
+A CNN on Fashion-MNIST over gloo, launched by torchrun. The ranks are real processes, stopped and
+continued so that their speeds are 1 : 1 : 2 : 4. The fastest runs for its equal share of the cores.
+DistributedSampler and ProportionalSampler take turns, a few steps each, in the same processes.
+ProportionalSampler learns the speeds before, which is timed separately. Its model is compared with
+that of one process that trains on the global batches.
 
-A stopped process also keeps its neighbors in the ring waiting, 0.1 to 0.2 s per all-reduce, which a
-slow device would not do. So the model is one that computes much and sends little.
+A stopped process also delays its neighbors in the ring, by 0.1 to 0.2 s per all-reduce. A slow
+device would not do so. So the model computes much and sends little.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.ddp import ProportionalSampler
 from paceline.testing import Throttle
 
 SPEEDS = (1, 1, 2, 4)
-LIMIT = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # of equal shares' time by that of the best
+LIMIT = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # time with equal shares over that with the best
 BATCH, BLOCK = 1024, 2
 BOUNDS = {"ratio": 1.47, "difference": 1e-5}  # 32 % saved, as RCD-SGD reports
 
@@ -58,13 +58,13 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 def together(batch: Any) -> Any:
-    """Collate what is together already."""
+    """Return the batch: it is already collated."""
     return batch
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    # Smooth: where a ReLU bends, rounding alone makes parameters differ by 1e-5.
+    # Tanh is smooth. At the kink of a ReLU, rounding alone makes parameters differ by 1e-5.
     return nn.Sequential(
         *(nn.Conv2d(1, 48, 5, stride=2), nn.Tanh()),
         *(nn.Conv2d(48, 128, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten()),
@@ -127,7 +127,7 @@ def alone(data: Images, steps: int) -> nn.Module:
 
 
 def seconds(steps: Iterator[None], count: int) -> float:
-    """Return how long so many steps take, each, with all ranks beginning together."""
+    """Return the mean seconds of a step over `count` steps; all ranks start together."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(count):
@@ -136,7 +136,7 @@ def seconds(steps: Iterator[None], count: int) -> float:
 
 
 def rank_main(folder: Path, learning: int, turns: int) -> None:
-    """Be one of the ranks; the first writes down what it saw."""
+    """Train as one rank; rank 0 writes its measurements to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, data = dist.get_rank(), Images()

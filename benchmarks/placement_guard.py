@@ -1,7 +1,7 @@
-"""Accuracy when ten workers hold one class of Fashion-MNIST each, and one of them is ever slow.
+"""Accuracy if ten workers hold one class of Fashion-MNIST each, and one worker is a straggler.
 
-The fastest nine of ten are awaited. In simulated time with real arithmetic: the slow worker takes
-ten times as long as the others, so that it is never among the nine unless it is waited for.
+Steps use the fastest nine of ten results, in simulated time with real arithmetic. The straggler
+takes ten times as long as the others, so it is never among the nine unless steps wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.core.policy import Policy
 from paceline.data.partition.base import Partition
 from paceline.delays.models import Delay
 
-WORKERS, SLOWDOWN, SLOW_CLASS = 10, 10.0, 8  # bags: a class that nobody takes for another
+WORKERS, SLOWDOWN, SLOW_CLASS = 10, 10.0, 8  # bags: a class that is rarely confused with others
 BOUNDS = {"points": 1.0, "collapse": 0.3}
 
 
@@ -97,9 +97,9 @@ def percent(shares: Sequence[float]) -> str:
 
 
 def holds(figures: dict[str, dict[str, float]], quick: bool = False) -> bool:
-    """Tell whether the guard brings back what is lost without it.
+    """Return whether the guard restores the accuracy that is lost without it.
 
-    After few steps accuracies still differ by some points; the class is back or it is not.
+    A quick run checks the straggler's class only: after few steps, accuracies still differ.
     """
     sync, guard = figures["sync, equal tasks"], figures["k_sync(9), guard"]
     lost = figures["k_sync(9), no guard"]["slow_class"] < BOUNDS["collapse"]

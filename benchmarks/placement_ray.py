@@ -1,8 +1,8 @@
 """Seconds to the same loss on 8 Ray workers of speeds 1:1:2:2:4:4:4:4, by how the batch is shared.
 
-A CNN on Fashion-MNIST. The workers are real processes that are stopped and continued so that they
-run in these proportions, together less than the cores have. Equal shares (`sync`, the reference),
-shares in proportion to measured speed, and these with the fastest k of n; in turns, seed by seed.
+A CNN on Fashion-MNIST. The workers are real processes, stopped and continued so that they run in
+these proportions; together they use less than all cores. Three methods take turns, seed by seed:
+equal shares (`sync`, the reference), shares by measured speed, and these with the fastest k of n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.policies.placement.base import Placement
 from paceline.testing import SlowWorkers
 
 SPEEDS = (1, 1, 2, 2, 4, 4, 4, 4)
-LIMIT = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # of equal shares' time over proportional ones'
+LIMIT = sum(SPEEDS) / (len(SPEEDS) * min(SPEEDS))  # time with equal shares over proportional ones
 BOUND = 1.47  # 32 % of the time saved, as RCD-SGD reports (arXiv 2211.00839)
 BATCH, LR = 512, 0.1
 PERIOD = 0.04  # seconds of stopping and continuing; tasks take some ten times as long
@@ -46,7 +46,7 @@ def make_model() -> nn.Module:
 
 
 def speeds(run: pl.Run) -> list[float]:
-    """Return the samples a second that each worker's own clock tells of."""
+    """Return the samples a second of each worker, by its own clock."""
     tasks = {c.task.id: c.task for e in run.journal for c in e.commands if isinstance(c, Start)}
     rates: dict[str, list[float]] = {}
     for entry in run.journal:
@@ -56,7 +56,7 @@ def speeds(run: pl.Run) -> list[float]:
 
 
 def measure(seeds: Sequence[int], target: float, most: float) -> dict[str, Any]:
-    """Train by each method in turn; return what came of it, and print it."""
+    """Train by each method in turn; print and return the figures."""
     learner = pl.TorchLearner(
         make_model(), pixel_loss, partial(torch.optim.SGD, lr=LR, momentum=0.9), images(), BATCH
     )

@@ -1,19 +1,18 @@
-"""Whether the planner is right: about workers, policies, learning rates, and times on Ray.
+"""Checks the planner: number of workers, policies, learning rates, and times on Ray.
 
 workers: asynchronous SGD at a fixed learning rate on a quadratic of two curvatures, with 1 to 90
-    workers whose times follow one of five laws. Theory (the delay differential equation) names
-    the best number; simulated there, the rate must be within 5 % of the best simulated one. The
-    rate is that of the slower mode.
-fleets: random workers, laws, tails and bandwidths. A profile is made from a short run, and a plan
-    from the profile. The plan's policy is then run with its learning rate on the real fleet and
-    learner, as is everything else of the grid, each with the learning rate the planner gives it.
-    Of those, the best over some seeds is compared with the plan's over others: the plan must be
-    within 10 % in 90 % of the fleets. The learner is a quadratic, as the planner takes every loss
-    to be; so this is a test of times and choices, and not of how well a loss is described. With
-    --quick only the ten that the planner itself finds best are compared. The planner was
-    corrected after a look at fleets 0 to 19 (it had been wrong about local_sgd on fleet 14);
-    `--first 20` has others.
-rates, ray: see planner_rates.py and planner_ray.py; with --quick the latter only if it is named.
+    workers whose times follow one of five laws. Theory (the delay differential equation) gives
+    the best number of workers. The simulated convergence rate there must be within 5 % of the
+    best simulated one. The convergence rate is that of the slower mode.
+fleets: random workers, laws, tails and bandwidths. A short run gives a profile, and the profile a
+    plan. The plan's policy runs with its learning rate on the real fleet and learner. So do all
+    other candidates of the grid, each with the learning rate that the planner gives it. The best
+    candidate is chosen on some seeds and compared with the plan on others. The plan must be
+    within 10 % in 90 % of the fleets. The learner is a quadratic, as the planner assumes for every
+    loss. So this tests times and choices, not the model of the loss. With --quick only the ten
+    best by forecast are compared. The planner was corrected after fleets 0 to 19 (it was wrong
+    about local_sgd on fleet 14); `--first 20` uses other fleets.
+rates, ray: see planner_rates.py and planner_ray.py; with --quick, ray runs only if it is named.
 
     python benchmarks/planner.py [--quick] [--part workers|fleets|rates|ray]
                                  [--fleets N] [--first N] [--figures FOLDER]
@@ -71,7 +70,7 @@ class Even:
 
 @dataclass(frozen=True)
 class Underway:
-    """Begins in the middle of a task: who begins together would, at equal times, never part."""
+    """Starts in the middle of a task, since workers with equal times would stay in step."""
 
     law: Delay
 
@@ -101,7 +100,7 @@ LAWS: dict[str, tuple[Delay, Kernel]] = {
 
 
 def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float:
-    """Return how fast the slower of both modes decays, per second, from its second quarter on."""
+    """Return the decay per second of the slower mode, without the first quarter of the time."""
     each = pl.planner.WorkerProfile(Underway(law))
     profile = pl.Profile({f"w{i}": each for i in range(workers)}, 1)
     timeline = Timeline(pl.asynchronous(damping=False), profile, seed)
@@ -111,7 +110,7 @@ def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float
         modes = Modes(np.array([curvature]), np.ones(1), np.zeros(1), 0.0)
         losses = np.array([float(x[0]) for x in descend(modes, [RATE], timeline.reads, 0)])
         at = np.array([timeline.at(step)[0] for step in range(len(losses))])
-        # Oscillations are as long as some delays: of each stretch of 3 s, the mean.
+        # Oscillations last for several delays, so losses are averaged over stretches of 3 s.
         edges = np.arange(seconds / 4, seconds, 3.0)
         parts = [(t, losses[(at >= t) & (at < t + 3.0)]) for t in edges[:-1]]
         means = [(t, float(part.mean())) for t, part in parts if part.size]
@@ -170,7 +169,7 @@ def workers_part(quick: bool) -> tuple[dict[str, Any], bool]:
         }
         best = max(rates, key=lambda m: rates[m])
         share = rates[told.workers] / rates[best]
-        fresh = min(RATE * FLAT, RATE * STEEP) * 10  # of 10 workers, if nothing were stale
+        fresh = min(RATE * FLAT, RATE * STEEP) * 10  # of 10 workers with fresh gradients
         figures[name] = {
             "best_by_theory": told.workers,
             "rate_by_theory": round(told.rate, 4),
@@ -211,7 +210,7 @@ def workers_part(quick: bool) -> tuple[dict[str, Any], bool]:
 
 
 def first_unstable() -> float:
-    """Return the number of workers of fixed times with which it diverges."""
+    """Return the least number of workers with fixed times for which it diverges."""
     workers = 1.0
     while Asynchrony(workers, fixed(1.0), RATE, STEEP).stable:
         workers += 1
@@ -269,7 +268,7 @@ def _law(name: str, mean: float) -> Delay:
 
 
 def taken(look: Look, on: Fleet, seeds: Sequence[int], limit: float) -> float:
-    """Return the mean seconds that it really takes, `inf` if it takes longer than the limit."""
+    """Return the mean seconds to the target in real runs; `inf` if one exceeds the limit."""
     total = 0.0
     for seed in seeds:
         learner = replace(LEARNER, lr=look.learning_rate)

@@ -1,16 +1,15 @@
-"""At which learning rate asynchronous SGD of a CNN becomes unstable, by theory and in fact.
+"""The learning rate from which asynchronous SGD of a CNN is unstable, by theory and measured.
 
-A CNN is trained for a while with everybody waiting for everybody, and its largest curvature is
-measured. From that model on 8 workers go on asynchronously in simulated time, with real
-arithmetic. Theory gives the learning rate from which on this is unstable, from the curvature, the
-number of workers and the law of their times alone; it is found in fact by bisection, to 9 %. A run
-counts as unstable if within 300 steps the loss of 20 results on the average is a tenth above that
-of the model it began from; below the limit it falls. It seldom grows without end: a net moves to
-where it is flatter, and goes on from a higher loss.
+`sync` trains a CNN for some steps, and its largest curvature is measured. From that model, 8
+workers continue asynchronously in simulated time, with real arithmetic. Theory gives the
+limit of stability from the curvature, the number of workers and the law of their times.
+Bisection measures it to 9 %. A run counts as unstable if within 300 steps the mean loss of 20
+results rises a tenth above the first model's loss. Below the limit the loss falls. It seldom
+grows without bound: the model moves to a flatter region, and continues from a higher loss.
 
-What theory cannot know is how the curvature changes on the way: it grows until the learning rate
+Theory does not know how the curvature changes during training. It grows until the learning rate
 is just stable (the edge of stability: Cohen et al., 2021, arXiv 2103.00065), most of all early.
-So a limit at the first model is far too high, and is shown beside the others without a bound.
+So the limit at the initial model is far too high; it is shown without a bound.
 
     python benchmarks/planner.py --part rates [--quick]
 """
@@ -53,7 +52,7 @@ def digits() -> TensorDataset:
 
 
 def fashion() -> TensorDataset:
-    """Return every fifth image, so that the loss on all of them is soon known."""
+    """Return every fifth image, so that the loss on all of them is quick to compute."""
     pixels, labels = images().tensors
     return TensorDataset(pixels[::5].float() / 255, labels[::5])
 
@@ -75,7 +74,7 @@ def learner(model: nn.Module, data: TensorDataset, lr: float) -> pl.TorchLearner
 def trained(data: TensorDataset, steps: int, lr: float) -> nn.Module:
     """Return a model after some steps on whole batches."""
     model = make_model(data.tensors[0].shape[-1])
-    model(data.tensors[0][:1])  # its last layer is told its width
+    model(data.tensors[0][:1])  # sets the width of the lazy last layer
     if not steps:
         return model
     run = pl.Trainer(
@@ -104,7 +103,7 @@ def diverges(
 def measured(
     model: nn.Module, data: TensorDataset, guess: float, law: Delay, first: float, seed: int
 ) -> float:
-    """Return the learning rate at which it begins to diverge."""
+    """Return the learning rate from which training diverges."""
     rate = guess
     found = diverges(model, data, rate, law, first, seed)
     low, high = (0.0, rate) if found else (rate, 0.0)

@@ -1,12 +1,13 @@
-"""Whether forecasts hold on 8 Ray workers of speeds 1:1:2:2:4:4:4:4.
+"""Checks forecasts on 8 Ray workers of speeds 1:1:2:2:4:4:4:4.
 
-A CNN on Fashion-MNIST with plain SGD. The workers are real processes that are stopped and
-continued so that they run in these proportions, together less than the cores have. A profile is
-measured on them; then policies are forecast, and run in turns, seed by seed, until the loss is at
-the target (what does not get there counts as ten times the time that it had). The forecast seconds
-of a step must be within 15 % of the measured ones, and the order of the four policies without
-stale gradients by time to the target must be the forecast one. How many steps stale gradients cost
-a net in its first steps is not forecast well: that one is shown.
+A CNN on Fashion-MNIST with plain SGD. The workers are real processes, stopped and continued so that
+they run in these proportions; together they use less than all cores. A profile is measured on them.
+Then policies are forecast, and run in turns, seed by seed, until the loss reaches the target. A run
+that does not reach it counts as ten times its time limit.
+
+The forecast seconds of a step must be within 15 % of the measured ones. The order of the four
+policies without stale gradients, by time to the target, must be the forecast one. The forecast of
+the extra steps that stale gradients cost early in training is poor; that policy is only shown.
 
     python benchmarks/planner.py --part ray [--quick]
 """

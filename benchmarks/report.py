@@ -1,9 +1,8 @@
-"""How long the report of a long run takes, and how large its page is.
+"""The time to make the report of a long run, and the size of its page.
 
-A run of 10,000 steps by 64 unequal workers, under `k_sync(48)` and under `sync`, is made on the
-simulator. Then `paceline report JOURNAL -o PAGE` runs as a process of its own, from its start to
-its end. Beside it the same entries are read and counted, and nothing more: what the page adds is
-the difference.
+The simulator makes a run of 10,000 steps by 64 unequal workers, under `k_sync(48)` and under
+`sync`. Then `paceline report JOURNAL -o PAGE` runs in its own process, which is timed as a whole.
+A second process only reads and counts the same entries; the difference is the cost of the page.
 
     python benchmarks/report.py [--quick]
 """
@@ -56,9 +55,9 @@ def write_journal(path: Path, policy: pl.protocol.Policy, steps: int) -> int:
 
 
 def timed(command: list[str]) -> tuple[float, float, float]:
-    """Run it, and return its seconds, those of the processor, and the most memory it had, in MB.
+    """Run a command; return its seconds, its CPU seconds and the peak memory in MB.
 
-    Memory is the most of all processes so far, so that the larger ones come last.
+    The peak is that of all processes so far, so the larger ones must come last.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()

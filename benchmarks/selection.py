@@ -1,13 +1,13 @@
-"""What choosing workers saves and what it costs: regret, tasks, bytes, busy seconds and time.
+"""Benefits and costs of worker selection: regret, tasks, bytes, busy seconds and time.
 
 1. Regret of the indices on two oracles, in virtual time with exponential response times.
-2. What forgetting costs while speeds stay, and how soon it notices that they changed.
+2. The cost of forgetting while speeds are constant, and the rounds until it detects a change.
 3. Costs until the same error, for adaptive k-sync, the bandit with more and more spare tasks
-   (hedge) and ATA: linear regression and Fashion-MNIST, simulated time with real arithmetic.
-   All follow the same schedule of k, with 40 or 32 samples a task (ATA: four shares of a quarter
-   for each), so that they differ only in who computes. Two fleets: 50 workers whose exponential
-   times have means from 0.1 to 1 s, and 24 workers of which 8 take 0.08 s + Exponential(0.02 s)
-   and 16 ten times as long.
+   (hedge) and ATA. The problems are linear regression and Fashion-MNIST, in simulated time with
+   real arithmetic. All follow the same schedule of k, with 40 or 32 samples a task (ATA: four
+   shares of a quarter for each). So they differ only in the workers chosen. There are two fleets.
+   The first has 50 workers whose exponential times have means from 0.1 to 1 s. The second has 24
+   workers: 8 take 0.08 s + Exponential(0.02 s), and 16 take ten times as long.
 4. The time of one choice among 100,000 workers.
 
     python benchmarks/selection.py [--quick] [--figures FOLDER]
@@ -84,7 +84,7 @@ def rounds_of(policy: Policy, rounds: int, batch: int, seed: int) -> Iterable[tu
 
 
 def regret_s1(name: str, rounds: int, seed: int) -> dict[int, float]:
-    """Return the expected seconds lost to the three quickest of ten, at some rounds."""
+    """Return the regret in expected seconds against the three fastest of ten, at some rounds."""
     marks, lost, found = (100, 1_000, 10_000, 30_000), 0.0, {}
     best = expected(("w0", "w1", "w2"))
     policy = pl.bandit(3, index=INDICES[name], seed=seed)
@@ -96,7 +96,7 @@ def regret_s1(name: str, rounds: int, seed: int) -> dict[int, float]:
 
 
 def overhead_s2(name: str, each: int, seed: int) -> float:
-    """Return how much longer than with the best workers k = 1 to 5 take, as a share."""
+    """Return the extra time for k = 1 to 5, as a fraction of the time with the best workers."""
     plan = {each * (k - 1): k for k in range(1, 6)}
     policy = pl.bandit(pl.policies.Schedule(plan), samples=1, index=INDICES[name], seed=seed)
     taken = oracle = 0.0
@@ -111,7 +111,7 @@ def overhead_s2(name: str, each: int, seed: int) -> float:
 
 @dataclass(frozen=True)
 class Changed:
-    """Takes a time before a moment and another after it, give or take 10 %."""
+    """A delay that changes at a given time; both values vary by 10 %."""
 
     before: float
     after: float
@@ -134,10 +134,10 @@ MEMORIES: dict[str, dict[str, Any]] = {
 
 
 def changing(name: str, seed: int) -> tuple[int, int | None]:
-    """Return the rounds before the change, and those after it until it is noticed.
+    """Return the rounds before the change, and the rounds until it is detected.
 
-    Three workers take 0.1 s, three 0.4 s; then these take 0.03 s. It is noticed when 8 of 10 tasks
-    of 20 rounds in a row go to them; None: not within 600 rounds.
+    Three workers take 0.1 s, three 0.4 s; then the latter take 0.03 s. The change is detected when
+    they get 80 % of the tasks of 20 rounds in a row; None: not within 600 rounds.
     """
     delays = [*[Changed(0.1, 0.1, CHANGE)] * 3, *[Changed(0.4, 0.03, CHANGE)] * 3]
     engine, learner = pl.Simulator(6, delays, unit=1), pl.learners.TimingOnly(3)
@@ -188,11 +188,11 @@ COSTS = ("seconds", "started", "busy_seconds", "down_bytes")
 
 @dataclass(frozen=True)
 class Problem:
-    """Something to learn, and the error that is to be reached."""
+    """A learning problem, and its target error."""
 
     samples: int  # of a task
     steps: int
-    every: int  # steps between two looks at the error
+    every: int  # steps between two measurements of the error
     target: float
     make: Callable[[], tuple[Any, Callable[[Any], float]]]  # the learner, and a model's error
 
@@ -253,13 +253,13 @@ def policies(fleet: Fleet, samples: int, steps: int) -> dict[str, Policy]:
         "k_sync": pl.k_sync(k, samples),
         **{f"bandit, hedge {h}": pl.bandit(k, h, samples) for h in fleet.hedges},
         "bandit, Thompson": pl.bandit(k, 0, samples, index=pl.selection.Thompson()),
-        # In finer shares of as many samples; with k shares it would do what the bandit does.
+        # Finer shares, with the same samples in total; with k shares it would equal the bandit.
         "ata": pl.ata(pl.policies.Schedule({at: 4 * k for at, k in plan.items()}), samples // 4),
     }
 
 
 class Looking(pl.Callback):
-    """Looks at the error of the model now and then."""
+    """Measures the error of the model every `every` steps."""
 
     def __init__(self, every: int, error: Callable[[Any], float]) -> None:
         self._every, self._error = every, error
@@ -287,7 +287,7 @@ def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[
     ).fit(steps=steps)
     rows = np.array(looking.steps) - 1
     curve = {cost: run.metrics[cost][rows].tolist() for cost in COSTS}
-    # Reached for good, as three looks in a row tell: a single one may be luck.
+    # The target counts as reached after three measurements in a row; one may be chance.
     smooth = [max(looking.errors[i : i + 3]) for i in range(len(looking.errors) - 2)]
     at = next((i for i, value in enumerate(smooth) if value <= about.target), None)
     return {
@@ -305,9 +305,9 @@ def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[
 def choice_ms(
     selector: pl.selection.Bandit | pl.selection.Allocate, tried: bool, rounds: int
 ) -> float:
-    """Return the mean milliseconds a round's learning and choosing takes: 10 of 100,000 workers.
+    """Return the mean milliseconds to learn and choose in a round: 10 of 100,000 workers.
 
-    tried: whether all have been tried before, or are all new.
+    tried: whether all workers have been observed before; otherwise all are new.
     """
     n, k = 100_000, 10
     policy = pl.policies.MinWorkers(n, pl.policies.Gather(k, select=selector))
@@ -356,7 +356,7 @@ def choice_ms(
 
 
 def digits(values: Sequence[float]) -> str:
-    """Say the mean to three digits."""
+    """Format the mean to three digits."""
     return told(values, ".3g", ".2g")
 
 
@@ -559,7 +559,7 @@ def main() -> None:
         "S1_KL": last["KL"] <= BOUNDS["S1_KL"],
         "S1_Thompson": last["Thompson"] <= BOUNDS["S1_Thompson"],
         "S1_LCB": BOUNDS["S1_LCB_least"] <= last["LCB"] <= BOUNDS["S1_LCB_most"],
-        "log": quick  # two seeds do not tell
+        "log": quick  # two seeds are too few
         or all(figures["S1_growth"][n] <= BOUNDS["log_growth"] for n in ("KL", "Thompson")),
         "linear": figures["S1_growth"]["Greedy"] >= BOUNDS["linear_growth"],
         "S2_KL": quick or figures["S2"]["KL"] <= BOUNDS["S2_KL"],

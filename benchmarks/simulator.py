@@ -1,9 +1,9 @@
 """Events per second of the simulator without arithmetic, from ten to a hundred thousand workers.
 
-An event counts when it was taken from the engine, decided upon, and its commands were carried
-out. The clock starts when all workers have joined, and stops after whole steps, since a step of
-`sync` hands out a task to everyone at once. Each figure is the best of several repeats, taken in
-turn over all policies: what disturbs a machine can only add time.
+An event counts after the engine delivered it, the policy decided, and the commands were executed.
+The clock starts when all workers have joined. It stops after whole steps, since a step of `sync`
+starts a task on every worker at once. Each figure is the best of several repeats, in turns over all
+policies: other load can only add time.
 
     python benchmarks/simulator.py [--quick]
 """
@@ -35,7 +35,7 @@ GROWTH = 3.0  # at most, of the cost per event from 1,000 to 100,000 workers
 
 
 def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
-    """Return the cost of an event, over at least so many of them and whole steps."""
+    """Return the mean seconds of an event, over whole steps and at least `least` events."""
     learner = pl.learners.TimingOnly(batch_size=8 * workers)
     engine = pl.Simulator(workers, pl.delays.Exponential(1.0))
     engine.open(Job(learner=learner, server=learner.server()))
@@ -44,7 +44,7 @@ def seconds_per_event(policy: Policy, workers: int, least: int) -> float:
     entries = drive({MAIN: coordinator}, engine)
     while len(coordinator.ledger.workers) < workers:
         next(entries)
-    gc.collect()  # of what earlier measurements left
+    gc.collect()  # frees the objects of earlier measurements
     ledger = coordinator.ledger
     events, version = 0, ledger.version
     begin = time.perf_counter()

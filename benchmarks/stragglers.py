@@ -1,9 +1,9 @@
 """Seconds to the same training loss with 8 Ray workers, one of them slowed to a tenth.
 
-A small CNN on Fashion-MNIST. The slow worker is a real process that is stopped and continued so
-that it runs a tenth of the time it would have had: on fewer cores than workers, a tenth of its
-equal share of them, since otherwise it would be as fast as its rivals for the cores. The runs of
-the policies take turns, seed by seed; the learning rates were tuned by `--tune` on the simulator.
+A small CNN on Fashion-MNIST. The straggler is a real process, stopped and continued so that it runs
+a tenth of its normal time. With fewer cores than workers, that is a tenth of its equal share of the
+cores. Otherwise it would be as fast as the other workers. The policies take turns, seed by seed.
+`--tune` tuned the learning rates on the simulator.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from paceline.testing import SlowWorkers
 
 WORKERS, SLOW, SLOWDOWN = 8, "w7", 10
 BOUND = 4.0  # the best policy must be at least so many times as fast as sync
-DELAY = pl.delays.ShiftedExponential(
-    0.08, 0.02
-)  # for tuning: what matters is who is how much slower
+DELAY = pl.delays.ShiftedExponential(0.08, 0.02)  # for tuning: only the ratios of delays matter
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,11 @@ METHODS = {
 
 @dataclass
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     seconds: float
     steps: int
-    check: float  # the loss on fixed samples, afterwards
+    check: float  # the final loss on fixed samples
     done: bool  # whether the target was reached
     curve: list[tuple[float, float]] = field(default_factory=list)
 
@@ -80,7 +78,7 @@ def reached(
 ) -> tuple[Callable[[pl.Progress], bool], list[tuple[float, float]]]:
     """Return a condition: the loss, averaged over about the last 4,000 samples, is at most target.
 
-    And the curve of that average, filled while the run goes.
+    Also return the curve of that average, which the condition fills during the run.
     """
     fade = min(1.0, batch_size / 4096)
     curve: list[tuple[float, float]] = []
@@ -103,7 +101,7 @@ def run(
     lr: float | None = None,
     callbacks: Sequence[pl.Callback] = (),
 ) -> tuple[pl.Run, Outcome]:
-    """Train until the target is reached, or `most` is."""
+    """Train until the target or the limit `most` is reached."""
     learner = make_learner(method, data, lr)
     until, curve = reached(target, method.batch_size)
     trainer = pl.Trainer(
@@ -176,7 +174,7 @@ def main() -> None:
             names = list(METHODS)
             for name in names[turn:] + names[:turn]:
                 slow = SlowWorkers(engine, {SLOW: share}, period=0.05)  # from the first step on
-                # In a quick look sync is given up after a while: its ratio is then a lower bound.
+                # A quick run stops sync early, so its ratio is a lower bound.
                 most = {"seconds": 12.5 if options.quick and name == "sync()" else 240.0}
                 result, outcome = run(
                     METHODS[name], train, engine, target, seed, most, callbacks=[slow]

@@ -1,8 +1,8 @@
 """Reads IDX files, the format of MNIST and its descendants, plain or gzipped.
 
-An IDX file is two zero bytes, a byte for the type, a byte for the number of dimensions, each
-dimension as a big-endian unsigned 32-bit integer, and then the values, big-endian, the last
-dimension running fastest.
+An IDX file starts with two zero bytes, a byte for the type, and a byte for the number of
+dimensions. Each dimension follows as a big-endian unsigned 32-bit integer. Then come the values,
+big-endian; the last dimension runs fastest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fashion_mnist(root: Path | str = FASHION_MNIST) -> Images:
 
 
 def _labeled(root: Path, part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Read the images and the labels of one part, and see that they belong together."""
+    """Read the images and the labels of one part, and check that their numbers agree."""
     images = _bytes_of(_located(root, f"{part}-images-idx3-ubyte"), 3)
     labels = _bytes_of(_located(root, f"{part}-labels-idx1-ubyte"), 1)
     if len(images) != len(labels):
@@ -83,7 +83,7 @@ def _located(root: Path, name: str) -> Path:
 
 
 def _bytes_of(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """Read an IDX file that must hold unsigned bytes in so many dimensions."""
+    """Read an IDX file that must hold unsigned bytes in `dimensions` dimensions."""
     values = read_idx(path)
     if values.dtype != np.uint8 or values.ndim != dimensions:
         raise ValueError(
@@ -94,7 +94,7 @@ def _bytes_of(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def _unpacked(path: Path) -> bytes:
-    """Return a file's bytes, decompressed if they are gzip whatever the file's name says."""
+    """Return a file's bytes, decompressed if they are gzip, whatever the file's name is."""
     content = path.read_bytes()
     if not content.startswith(_GZIP_MAGIC):
         return content

@@ -1,7 +1,7 @@
-"""Train a LightningModule on pictures of digits with 3 workers, one of them really slow.
+"""Train a LightningModule on pictures of digits with 3 workers, one of them a straggler.
 
 Run it:  pip install lightning && python examples/lightning_digits.py
-Data:    made here, digits of a clock's display in noise
+Data:    generated here: digits of a seven-segment display, with noise
 """
 
 import lightning
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.testing import SlowWorkers
 
-# The seven bars of a display, by row and column of a 7 x 5 picture, and who has which.
+# The seven bars of a display, by row and column of a 7 x 5 picture, and the bars of each digit.
 BARS: dict[str, tuple[int | slice, int | slice]] = {
     "a": (0, slice(1, 4)),
     "b": (slice(1, 3), 4),
@@ -72,10 +72,10 @@ def main() -> None:
     steps, data = 200, Pictures()
     lightning.seed_everything(0)
     engine = pl.Ray(workers=3)
-    slow = SlowWorkers(engine, {"w2": 0.2})  # gets a fifth of the time
+    slow = SlowWorkers(engine, {"w2": 0.2})  # w2 runs a fifth of the time
     trainer = pl.Trainer.from_lightning(
         Reader(steps), data, pl.k_sync(2), engine, callbacks=[slow]
-    )  # where Lightning has: lightning.Trainer(max_steps=steps).fit(Reader(steps), data)
+    )  # in Lightning: lightning.Trainer(max_steps=steps).fit(Reader(steps), data)
     run = trainer.fit(steps=steps)
     print(run.summary())
 

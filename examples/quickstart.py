@@ -1,4 +1,4 @@
-"""Train a small CNN on Fashion-MNIST with 8 workers, one of them really slow.
+"""Train a small CNN on Fashion-MNIST with 8 workers, one of them a straggler.
 
 Run it:  python examples/quickstart.py
 Data:    apt-get install dataset-fashion-mnist
@@ -39,10 +39,10 @@ def main() -> None:
         loss,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         dataset=train,
-        batch_size=256,  # of all workers together, whatever they do
+        batch_size=256,  # samples of all workers together
     )
     engine = pl.Ray(workers=8)
-    slow = SlowWorkers(engine, {"w7": 0.05})  # gets a twentieth of the time, from the first step
+    slow = SlowWorkers(engine, {"w7": 0.05})  # w7 runs a twentieth of the time
     run = pl.Trainer(learner, pl.k_sync(7), engine, callbacks=[slow]).fit(epochs=1)
     print(run.summary())
 

@@ -1,4 +1,4 @@
-"""The same policy objects in virtual time: what would a slow worker cost, and what helps?
+"""Simulate policies in virtual time: what does a straggler cost, and which policy helps?
 
 Run it:  python examples/simulate.py
 Data:    apt-get install dataset-fashion-mnist
@@ -13,13 +13,13 @@ import paceline as pl
 from fashion_mnist import fashion_mnist
 from quickstart import loss, make_model
 
-# Eight workers: 32 samples take each 80 ms and 20 ms more on average; one needs ten times as
-# long. 10 ms and 12.5 MB/s (100 Mbit/s) lie between them and the server.
+# Eight workers: 32 samples take 80 ms, plus 20 ms on average. One worker takes ten times as long.
+# The links to the server have a latency of 10 ms and 12.5 MB/s (100 Mbit/s).
 DELAY = pl.delays.ShiftedExponential(0.08, 0.02)
 SLOW = pl.delays.Scaled(DELAY, 10)
 LINK = pl.delays.Link(latency=0.01, down=12.5e6, up=12.5e6)
 
-# Where every result is a step, a step is made of fewer samples, and must be shorter.
+# With ringmaster every result is a step of fewer samples, so the learning rate is lower.
 METHODS = [
     ("sync()", pl.sync(), 256, 0.2),
     ("k_sync(7)", pl.k_sync(7), 256, 0.2),

@@ -1,7 +1,7 @@
 """Train a tiny GPT-2 of Hugging Face's transformers to sort letters, with 2 workers.
 
 Run it:  pip install transformers && python examples/transformers_tiny.py
-Data:    made here: six letters, then the same in alphabetical order
+Data:    generated here: six letters, then the same letters in alphabetical order
 """
 
 from functools import partial
@@ -14,11 +14,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import paceline as pl
 
 LETTERS, LENGTH = 10, 6
-ANSWER = LETTERS  # a word of its own, after which the sorted letters follow
+ANSWER = LETTERS  # a separate token; the sorted letters follow it
 
 
 class Sorting(Dataset[dict[str, Tensor]]):
-    """Rows as models of transformers want them; -100 is a word that is not to be learned."""
+    """Rows in the format of transformers' models; the loss ignores tokens labeled -100."""
 
     def __init__(self, rows: int, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def main() -> None:
         lambda model, batch: model(**batch).loss,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         dataset=Sorting(4096, seed=0),
-        batch_size=64,  # of all workers together
+        batch_size=64,  # samples of all workers together
     )
     run = pl.Trainer(learner, pl.sync(), pl.Ray(workers=2)).fit(steps=250)
     print(run.summary())
