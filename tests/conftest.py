@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import hypothesis
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.core import logs
+from paceline.learners.base import Array, Outcome
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token file in the tester's home
 # A bound in seconds says more of the machine's load than of the code.
@@ -35,12 +37,15 @@ def all_is_logged() -> None:
     logs.clear()
 
 
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 def cross_entropy(model: nn.Module, batch: list[Tensor]) -> Tensor:
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
-def make_learner(hidden: int = 16, batch_size: int = 64, **more: object) -> pl.TorchLearner:
+def make_learner(hidden: int = 16, batch_size: int = 64, **more: Any) -> pl.TorchLearner:
     """Make a small classifier on random but learnable data, the same every time."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(512, 20, generator=generator)
@@ -48,9 +53,20 @@ def make_learner(hidden: int = 16, batch_size: int = 64, **more: object) -> pl.T
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 3))
-    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     data = TensorDataset(inputs, labels)
-    return pl.TorchLearner(model, cross_entropy, optimizer, data, batch_size, **more)  # type: ignore[arg-type]
+    return pl.TorchLearner(model, cross_entropy, MOMENTUM, data, batch_size, **more)
+
+
+def module_of(learner: pl.TorchLearner) -> nn.Module:
+    """Return the module of a learner that was given one, and no function that makes it."""
+    assert isinstance(learner.model, nn.Module)
+    return learner.model
+
+
+def vector_of(outcome: Outcome) -> Array:
+    """Return the vector of a task that has one."""
+    assert outcome.vector is not None
+    return outcome.vector
 
 
 def flat(model: nn.Module) -> Tensor:

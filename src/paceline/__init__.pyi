@@ -39,4 +39,5 @@ from .training.checkpoint import Checkpoints as Checkpoints
 from .training.run import Run as Run
 from .training.trainer import Trainer as Trainer
 
+__all__: list[str]
 __version__: str

@@ -74,11 +74,11 @@ class Carried:
 def counted() -> Iterator[Carried]:
     found, gather, reduce = Carried(), dist.all_gather, dist.all_reduce
 
-    def counted_gather(tensors: list[Tensor], tensor: Tensor, **rest: Any) -> Any:
-        assert {each.shape for each in tensors} == {tensor.shape}
+    def counted_gather(tensor_list: list[Tensor], tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        assert {each.shape for each in tensor_list} == {tensor.shape}
         found.gathered += tensor.numel() * tensor.element_size()
         found.calls += 1
-        return gather(tensors, tensor, **rest)
+        return gather(tensor_list, tensor, *rest, **more)
 
     def counted_reduce(tensor: Tensor, *rest: Any, **more: Any) -> Any:
         found.reduced += tensor.numel() * tensor.element_size()
@@ -235,7 +235,7 @@ def proportional(make_hook: Maker) -> Tensor:
     assert hook
     hook.register(model)
     sampler = ProportionalSampler(SAMPLES, BATCH, speeds=[1, 2, 3])
-    loader: DataLoader[list[Tensor]] = DataLoader(make_data(), batch_sampler=sampler)
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(make_data(), batch_sampler=sampler)
     for epoch in range(STEPS * BATCH // SAMPLES):
         sampler.set_epoch(epoch)
         for inputs, labels in sampler.measured(loader):

@@ -39,7 +39,7 @@ def make_model() -> nn.Module:
 def train(model: nn.Module, sampler: ProportionalSampler) -> list[list[int]]:
     """Take the steps, and return the shares as they were after each."""
     data = make_data()
-    loader: DataLoader[list[Tensor]] = DataLoader(data, batch_sampler=sampler)
+    loader: DataLoader[tuple[Tensor, ...]] = DataLoader(data, batch_sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     shares: list[list[int]] = []
     for epoch in range(STEPS):
@@ -57,7 +57,7 @@ def train(model: nn.Module, sampler: ProportionalSampler) -> list[list[int]]:
 
 def look(rank: int) -> dict[str, Any]:
     """Draw from loaders that draw ahead, two of them, while the speeds turn around."""
-    now, shares, seen = 0.0, [], []
+    now, shares, seen = 0.0, [], list[list[int]]()
     sampler = ProportionalSampler(ITEMS, SMALL, every=4, smoothing=0.0, clock=lambda: now)
     workers = 0 if rank == 1 else 2
     loader: DataLoader[Tensor] = DataLoader(

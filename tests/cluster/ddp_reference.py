@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from paceline.data.sampling import Stream
-from tests.conftest import cross_entropy, flat, make_learner
+from tests.conftest import MOMENTUM, cross_entropy, flat, make_learner
 
 
 def main(rank: int, ranks: int, steps: int, rendezvous: str, out: str) -> None:
@@ -25,7 +25,7 @@ def main(rank: int, ranks: int, steps: int, rendezvous: str, out: str) -> None:
     assert isinstance(learner.dataset, TensorDataset)
     inputs, labels = learner.dataset.tensors
     model = DistributedDataParallel(learner.model)
-    optimizer = learner.optimizer(model.parameters())
+    optimizer = MOMENTUM(model.parameters())
     stream = Stream(len(labels), seed=0)
     share = learner.batch_size // ranks
     for step in range(steps):
@@ -39,4 +39,5 @@ def main(rank: int, ranks: int, steps: int, rendezvous: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:])
+    rank, ranks, steps = map(int, sys.argv[1:4])
+    main(rank, ranks, steps, *sys.argv[4:])

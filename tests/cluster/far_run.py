@@ -18,9 +18,9 @@ import paceline as pl
 from tests.conftest import flat, make_learner
 
 RULES = {
-    "plain": {"optimizer": partial(torch.optim.SGD, lr=0.01)},
-    "small": {"optimizer": partial(torch.optim.SGD, lr=0.01)},  # kept by the driver
-    "momentum": {"optimizer": partial(torch.optim.SGD, lr=0.01, momentum=0.9)},
+    "plain": partial(torch.optim.SGD, lr=0.01),
+    "small": partial(torch.optim.SGD, lr=0.01),  # kept by the driver
+    "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
 }
 
 
@@ -31,9 +31,7 @@ class Tell(pl.Callback):
 
 def learner(rules: str) -> pl.TorchLearner:
     plain = make_learner(hidden=16 if rules == "small" else 20_000)  # 1.9 MB
-    return pl.TorchLearner(
-        plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **RULES[rules]
-    )  # type: ignore[arg-type]
+    return pl.TorchLearner(plain.model, plain.loss, RULES[rules], plain.dataset, plain.batch_size)
 
 
 def main() -> None:

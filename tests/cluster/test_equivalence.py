@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.data.sampling import Stream
-from tests.conftest import cross_entropy, flat, make_learner
+from tests.conftest import MOMENTUM, cross_entropy, flat, make_learner, module_of
 
 pytestmark = pytest.mark.cluster
 
@@ -37,14 +37,15 @@ def test_sync_equals_one_process_with_the_whole_batch(trained: torch.Tensor) -> 
     learner = make_learner()
     assert isinstance(learner.dataset, TensorDataset)
     inputs, labels = learner.dataset.tensors
-    optimizer = learner.optimizer(learner.model.parameters())
+    model = module_of(learner)
+    optimizer = MOMENTUM(model.parameters())
     stream = Stream(len(labels), seed=0)
     for step in range(STEPS):
         chosen = torch.from_numpy(stream.indices(step * 64, 64))
         optimizer.zero_grad()
-        cross_entropy(learner.model, [inputs[chosen], labels[chosen]]).backward()
+        cross_entropy(model, [inputs[chosen], labels[chosen]]).backward()
         optimizer.step()
-    assert relative_error(trained, flat(learner.model)) < 1e-5
+    assert relative_error(trained, flat(model)) < 1e-5
 
 
 def test_sync_equals_distributed_data_parallel_on_gloo(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +38,11 @@ def heavy_loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return cross_entropy(model, batch) * weight[0, 0]
 
 
-def heavy_learner(**more: object) -> pl.TorchLearner:
+def heavy_learner(**more: Any) -> pl.TorchLearner:
     plain = make_learner()
     return pl.TorchLearner(
         plain.model, heavy_loss, plain.optimizer, plain.dataset, plain.batch_size, **more
-    )  # type: ignore[arg-type]
+    )
 
 
 class At(pl.Callback):

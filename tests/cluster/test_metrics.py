@@ -61,7 +61,7 @@ def test_every_node_offers_the_figures_to_prometheus(ray_workers: pl.Ray) -> Non
     run = trainer.fit(steps=8)
     (target,) = tracker.targets()
     assert target.startswith("127.0.0.")
-    found, until = {}, time.monotonic() + PATIENCE
+    found, until = dict[tuple[str, str], float](), time.monotonic() + PATIENCE
     while found.get(("ray_paceline_step_number", "")) != 8:
         assert time.monotonic() < until, f"{target} has {found} after {PATIENCE} s"
         time.sleep(0.5)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ def by_name(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch
     named = dict(named_parameters)
     biases = [named.pop(name) for name in list(named) if name.endswith("bias")]
     assert biases and named
-    groups = [{"params": list(named.values())}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+    groups: list[dict[str, Any]] = [
+        {"params": list(named.values())},
+        {"params": biases, "weight_decay": 0.0, "lr": 0.02},
+    ]
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
 
 
@@ -39,12 +43,12 @@ LEARNERS: dict[str, Callable[[], pl.TorchLearner]] = {
 }
 
 
-def remake(**changes: object) -> pl.TorchLearner:
+def remake(**changes: Any) -> pl.TorchLearner:
     plain = make_learner()
-    given = {"optimizer": plain.optimizer, **changes}
+    given: dict[str, Any] = {"optimizer": plain.optimizer, **changes}
     return pl.TorchLearner(
         plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **given
-    )  # type: ignore[arg-type]
+    )
 
 
 def simulated(learner: pl.TorchLearner, steps: int) -> pl.Run:

@@ -74,10 +74,9 @@ def faults(source: str, reader: bool = False) -> Iterator[str]:
                 ):
                     yield f"{name}({word.arg}=…)"
             for given in (*node.args, *(word.value for word in node.keywords)):
-                if isinstance(given, ast.Constant) and str(given.value).startswith(
-                    ("http://", "https://")
-                ):
-                    yield f"{name}({given.value})"
+                text = str(given.value) if isinstance(given, ast.Constant) else ""
+                if text.startswith(("http://", "https://")):
+                    yield f"{name}({text})"
         if reader and isinstance(node, ast.Assert):
             yield f"line {node.lineno} asserts what a reader has to refuse"
 

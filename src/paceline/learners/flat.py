@@ -256,7 +256,7 @@ def _travelling(module: nn.Module, changing: Collection[str]) -> list[_Place]:
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
     """Replace a tensor for all its holders; setting `data` cannot move it off `meta`."""
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    torch.utils.swap_tensors(tensor, other)
 
 
 def _is_wide(buffer: Tensor) -> bool:

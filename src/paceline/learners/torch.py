@@ -426,7 +426,7 @@ class TorchReplica:
             loss = learner.loss(flat.module, self._batch(piece))
             _check_loss(loss)
             share = len(piece) / samples
-            (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
+            (loss if share == 1 else loss * share).backward()
             total += loss.item() * len(piece)
             done += len(piece)
         if 0 < done < samples:

@@ -217,7 +217,7 @@ def trainer(policy: Policy, engine: pl.Simulator, **more: Any) -> pl.Trainer:
     return pl.Trainer(make_learner(), policy, engine, progress=False, **more)
 
 
-LOSSES = [
+LOSSES: list[tuple[float, pl.protocol.Joined | pl.protocol.Left]] = [
     *(
         (0.4, pl.protocol.Left("w1")),
         (0.7, pl.protocol.Joined("w1")),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline as pl
+from paceline.codecs.base import Codec
 from paceline.codecs.uplink import Uplink, received
 from paceline.learners.optimize import Rates
 from tests.conftest import flat, make_learner
@@ -72,12 +73,12 @@ def test_rates_are_those_of_the_schedule() -> None:
     assert Rates(make, None, {"weight": (3, 2)}).at(1000) == 0.4
 
 
-def trainer(codec: object, saves: Path | None = None) -> pl.Trainer:
+def trainer(codec: Codec, saves: Path | None = None) -> pl.Trainer:
     checkpoints = None if saves is None else pl.Checkpoints(saves, every=10)
     engine = pl.Simulator(4, pl.delays.Exponential(0.05), interruptible=False)
     return pl.Trainer(
         make_learner(), pl.k_async(2), engine, progress=False, codec=codec, checkpoints=checkpoints
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def trainer(codec: object, saves: Path | None = None) -> pl.Trainer:
     [pl.codecs.Feedback(pl.codecs.TopK(0.1)), pl.codecs.DeepGradient(0.1, momentum=0.5)],
     ids=["EF", "DGC"],
 )
-def test_resumed_it_goes_on_the_same(tmp_path: Path, codec: object) -> None:
+def test_resumed_it_goes_on_the_same(tmp_path: Path, codec: Codec) -> None:
     """Memories are part of a simulator's checkpoint."""
     whole = trainer(codec).fit(steps=30)
     trainer(codec, tmp_path).fit(steps=20)

@@ -161,13 +161,16 @@ def test_a_stalled_run_tells_its_books() -> None:
 
 
 def test_a_stalled_run_tells_what_it_waits_for() -> None:
-    script = [(0.0, Joined("w0")), (0.5, Left("w0"))]
+    script: list[tuple[float, Event | Done]] = [(0.0, Joined("w0")), (0.5, Left("w0"))]
     with pytest.raises(StalledError, match=r"0 workers .* 1 tasks lost, timers {'deadline': 9.0}"):
         run({MAIN: Coordinator(pl.deadline(9.0))}, ScriptedEngine(script))
 
 
 def test_an_entry_is_yielded_once_it_is_carried_out_and_the_loop_ends_with_the_stop() -> None:
-    script = [(0.0, Joined("w0")), (1.0, Done("w0")), (2.0, Done("w0")), (3.0, Done("w0"))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        *((seconds, Done("w0")) for seconds in (1.0, 2.0, 3.0)),
+    ]
     engine = ScriptedEngine(script)
     coordinator = Coordinator(pl.policies.Until(pl.k_sync(1), steps=2))
     told: list[Command] = []

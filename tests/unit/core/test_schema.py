@@ -196,12 +196,13 @@ FOUND_AGAIN = {
 @pytest.mark.parametrize("name", declared())
 def test_every_field_that_is_no_setting_is_saved(name: str) -> None:
     kind = declared()[name]
+    schema = kind.schema
     if not dataclasses.is_dataclass(kind):
         return
     memory = {f.name for f in dataclasses.fields(kind) if not f.init}
-    known = {*kind.schema.values.values(), *kind.schema.parts.values()}
+    known = {*schema.values.values(), *schema.parts.values()}
     if hasattr(kind, "state_dict"):
-        known |= {f"_{value}" for value in kind.schema.values}
+        known |= {f"_{value}" for value in schema.values}
     assert memory - known == FOUND_AGAIN.get(name, set())
 
 

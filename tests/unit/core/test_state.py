@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import OrderedDict
+from collections.abc import Collection
 from functools import partial
 from math import inf, isnan, nan
 from typing import Any
@@ -31,11 +32,12 @@ from paceline.core.protocol import (
     Stop,
     Task,
     TimerFired,
+    View,
     Work,
 )
 from paceline.core.state import decode, describe, encode
 
-TASK = Task(3, "w1", Work({2: -1.0}, 4, 2, 1.5, ("row", 1)), 7, 0.25, 4, 12, 2)
+TASK = Task(3, "w1", Work({2: -1.0}, 4, 2, budget=1.5, tag=("row", 1)), 7, 0.25, 4, 12, 2)
 
 VALUES: list[Any] = [
     *(None, True, 0, -5, 2**70, 0.1, -0.0, 1e-300, inf, -inf, "", "é\n", "type"),
@@ -48,7 +50,7 @@ VALUES: list[Any] = [
     *(Joined("w0"), Left("w0"), Received("w1"), TimerFired("t"), Interrupted("why")),
     *(Finished(1, 8), Finished(1, 8, 2.0, {"loss": inf}), Stepped(3), Stepped(3, {"dot": -1.0})),
     *(Assign("w0"), Assign("w0", Work(steps=2), 4), Start(TASK), Cancel(1), Discard(2)),
-    *(Step({1: 0.5, 0: 0.5}), Step({1: 1.0}, {"w1": 0.5}, True), Send("w1")),
+    *(Step({1: 0.5, 0: 0.5}), Step({1: 1.0}, {"w1": 0.5}, True), Send(("w1",))),
     *(SetTimer("t", 1.5), SetTimer("t", inf), Stop("done")),
 ]
 
@@ -149,12 +151,12 @@ class Arm:
     pass
 
 
-def double(value: float) -> float:
-    return 2 * value
+def double(value: Work) -> Work:
+    return Work(steps=2 * value.steps)
 
 
-def triple(value: float) -> float:
-    return 3 * value
+def triple(weight: float, view: View, results: Collection[Result]) -> dict[int, float]:
+    return {result.task.id: 3 * weight for result in results}
 
 
 # --- descriptions --------------------------------------------------------------------------------

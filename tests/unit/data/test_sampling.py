@@ -38,7 +38,8 @@ def test_any_stretch_agrees_with_the_whole(size: int, stretches: list[tuple[int,
 
 def test_it_is_a_pure_function_of_seed_and_part() -> None:
     def first(seed: int, part: int = SHARED) -> list[int]:
-        return Stream(50, seed, part).indices(0, 50).tolist()
+        found: list[int] = Stream(50, seed, part).indices(0, 50).tolist()
+        return found
 
     assert first(1) == first(1)
     assert first(1, 4) == first(1, 4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ from paceline.gossip.triggers import Always, EventGrad, Lag, OnChange, Trigger
 
 
 @pytest.fixture(autouse=True)
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", (tmp_path / "meet").as_uri(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -140,9 +141,8 @@ def test_other_types_of_gradients(dtype: torch.dtype) -> None:
 
 def test_numbers_in_another_order_than_the_shape() -> None:
     """As channels_last has them: what travels is what lies in the bucket, place by place."""
-    model = DistributedDataParallel(
-        nn.Conv2d(4, 6, 3, bias=False).to(memory_format=torch.channels_last)
-    )
+    inner = nn.Conv2d(4, 6, 3, bias=False)
+    model = DistributedDataParallel(inner.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     CodecHook(TopK(1.0), dense_below=0).register(model)
     images = torch.randn(2, 4, 9, 9)
     model(images).square().sum().backward()

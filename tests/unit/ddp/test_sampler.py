@@ -98,7 +98,7 @@ def trained(
         if load is not None:
             sampler.load_state_dict(load)
         loader = Loader(sampler, ahead[rank] if ahead else 0)
-        batches, shares, state = [], [], None
+        batches, shares, state = list[list[int]](), [], None
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
             for batch in sampler.measured(loader):

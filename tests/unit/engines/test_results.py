@@ -12,6 +12,7 @@ from paceline.codecs.uplink import Uplink
 from paceline.core.protocol import Task
 from paceline.engines.results import Refused, Results
 from paceline.learners.base import Outcome
+from tests.conftest import vector_of
 
 
 def results(**more: Any) -> Results:
@@ -95,7 +96,7 @@ class Jumping(pl.learners.Quadratic):
             def compute(self, model: Any, task: Task, proceed: Any) -> Outcome:
                 found = whole.compute(model, task, proceed)
                 factor = 1e6 if task.version >= 8 else 1.0
-                return Outcome(factor * found.vector, found.samples, found.stats)
+                return Outcome(factor * vector_of(found), found.samples, found.stats)
 
         return Replica()
 

@@ -35,8 +35,10 @@ from paceline.core.protocol import (
     TimerFired,
     Work,
 )
+from paceline.delays.models import Delay
 from paceline.engines.base import Job
 from paceline.learners.base import Learner, Saved
+from tests.conftest import vector_of
 
 
 def train(learner: Learner, policy: Policy, engine: pl.Simulator, **ends: Any) -> pl.Run:
@@ -187,7 +189,7 @@ def test_a_budget_cuts_the_gradient_too() -> None:
     assert occurred[2].samples == 4
     expected = learner.replica(5).compute([np.zeros(3)], task(1, samples=4), lambda done: True)
     execute(engine, Step({0: 1.0}))
-    assert server.vector == pytest.approx(-learner.lr * expected.vector, rel=1e-12)
+    assert server.vector == pytest.approx(-learner.lr * vector_of(expected), rel=1e-12)
 
 
 def test_tasks_of_one_worker_are_done_one_after_the_other() -> None:
@@ -262,7 +264,7 @@ def test_commands_without_an_effect_here() -> None:
     execute(engine, Stop("enough"), Assign("w0"))
     assert engine.next_event() is None
     with pytest.raises(NotImplementedError, match="only nodes of a decentralized run send"):
-        execute(engine, Send("w1"))
+        execute(engine, Send(("w1",)))
 
 
 def test_a_result_that_is_missing_at_a_step_is_not_passed_over() -> None:
@@ -306,7 +308,7 @@ def test_the_statistics_of_a_step() -> None:
 
 def test_a_departure_and_a_return() -> None:
     """w1 is away from 1.5 to 4.25: its share is done by w0, and later again by itself."""
-    schedule = [(4.25, Joined("w1")), (1.5, Left("w1"))]
+    schedule: list[tuple[float, Joined | Left]] = [(4.25, Joined("w1")), (1.5, Left("w1"))]
     engine = pl.Simulator(2, pl.delays.Fixed(1.0), schedule=schedule)
     run = train(pl.learners.TimingOnly(batch_size=8), pl.sync(), engine, steps=4)
     # 1: both. 3: w0 does its own share, then w1's. 5: w0 alone does all 8. 6: both again.
@@ -324,7 +326,7 @@ def test_one_who_left_delivers_nothing() -> None:
 
 
 def test_one_who_left_while_blocked_returns_unblocked() -> None:
-    schedule = [(1.0, Left("w0")), (2.0, Joined("w0"))]
+    schedule: list[tuple[float, Joined | Left]] = [(1.0, Left("w0")), (2.0, Joined("w0"))]
     engine = opened(
         pl.Simulator(1, pl.delays.Fixed(1.0), unit=1, schedule=schedule, interruptible=False),
         pl.learners.Quadratic(),
@@ -346,7 +348,11 @@ def test_all_gone_is_a_stall_that_tells_its_books() -> None:
 
 
 def test_a_schedule_before_the_beginning_is_past() -> None:
-    schedule = [(1.0, Left("w0")), (2.0, Joined("w0")), (7.0, Left("w0"))]
+    schedule: list[tuple[float, Joined | Left]] = [
+        (1.0, Left("w0")),
+        (2.0, Joined("w0")),
+        (7.0, Left("w0")),
+    ]
     engine = opened(pl.Simulator(1, schedule=schedule), began=5.0, steps=3)
     assert engine.next_event() == (7.0, MAIN, Left("w0"))
     assert engine.next_event() is None
@@ -389,13 +395,17 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def lively(interrupt: bool = True) -> pl.Simulator:
     """An engine with everything: bursts, slow links, departures."""
     burst = pl.delays.Bursts(pl.delays.Exponential(0.5), pl.delays.Exponential(5.0), 3.0, 2.0)
-    delays = [
+    delays: list[Delay] = [
         burst,
         pl.delays.Trace([0.5, 1.5, 0.25]),
         pl.delays.LogNormal(1.0, 0.5),
         pl.delays.Exponential(1.0),
     ]
-    schedule = [(2.0, Left("w1")), (5.0, Joined("w1")), (6.0, Left("w3"))]
+    schedule: list[tuple[float, Joined | Left]] = [
+        (2.0, Left("w1")),
+        (5.0, Joined("w1")),
+        (6.0, Left("w3")),
+    ]
     links = [pl.delays.Link(0.01, 1e5, 1e4), pl.delays.Link()]
     return pl.Simulator(4, delays, links, update=0.01, schedule=schedule, interruptible=interrupt)
 

@@ -8,7 +8,7 @@ import torch
 
 import paceline as pl
 from paceline.codecs.base import Codec, Message, pack, unpack
-from paceline.core.protocol import Peer, Step, Task, Want, Work
+from paceline.core.protocol import Figure, Peer, Step, Task, Want, Work
 from paceline.gossip.node import Node, Outbox, RejectedUpdate, consensus
 from tests.conftest import make_learner
 
@@ -22,7 +22,7 @@ def node(name: str = "w0", codec: Codec | None = None, *neighbors: str) -> Node:
     return Node(peer, learner, 0, None, codec, EACH)
 
 
-def advance(one: Node, id: int = 0) -> dict[str, tuple[float, ...]]:
+def advance(one: Node, id: int = 0) -> dict[Figure, tuple[float, ...]]:
     task = Task(id, "w0", Work(), one.version, 0.0, 8, 8 * id)
     one.compute(task, lambda done: True)
     _, figures = one.step(Step({id: 1.0}))

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.protocol import Figures
 from paceline.core.schema import load_state, save_state
 from paceline.gossip.triggers import (
     Always,
     EventGrad,
     EventGradStatic,
-    Figures,
     Lag,
     OnChange,
     Trigger,

@@ -28,7 +28,7 @@ from paceline.data.sampling import Stream
 from paceline.integrations import lightning_learner
 from paceline.learners.optimize import TorchServer, make_optimizer, trained
 from paceline.learners.optimizer_recipe import RemadeSchedules
-from tests.conftest import flat
+from tests.conftest import flat, module_of
 
 if not os.environ.get("CI"):  # there it must be
     pytest.importorskip("lightning")
@@ -62,7 +62,9 @@ class Classifier(lightning.LightningModule):
         self.log("loss", loss)
         self.log_dict({"again": loss})
         if self._trainer is not None:  # under Lightning's own trainer
-            self.rates.append([group["lr"] for group in self.optimizers().param_groups])
+            optimizer = self.optimizers()
+            assert not isinstance(optimizer, list)
+            self.rates.append([group["lr"] for group in optimizer.param_groups])
         return {"loss": loss}
 
     def configure_optimizers(self) -> Any:
@@ -307,8 +309,8 @@ def test_frozen_tensors_stay() -> None:
     module = Classifier(lambda m: optim.SGD(m.parameters(), lr=0.1))
     module.layers[0].requires_grad_(False)
     trained = trainer(module).fit(steps=3).model.layers
-    assert torch.equal(trained[0].weight, module.layers[0].weight)
-    assert not torch.equal(trained[2].weight, module.layers[2].weight)
+    assert torch.equal(trained[0].weight, module.layers.get_parameter("0.weight"))
+    assert not torch.equal(trained[2].weight, module.layers.get_parameter("2.weight"))
 
 
 # --- what cannot be taken over -------------------------------------------------------------------
@@ -460,7 +462,7 @@ def test_without_its_schedule_a_module_has_its_own_rates(name: str, scheduler: A
 def test_with_an_outer_optimizer_a_module_has_its_own_rates() -> None:
     outer = partial(optim.SGD, lr=1.0)
     learner = lightning_learner(Classifier(cold), make_data(), outer=outer, scheduler=None)
-    made = make_optimizer(learner.optimizer, trained(learner.model))
+    made = make_optimizer(learner.optimizer, trained(module_of(learner)))
     assert [group["lr"] for group in made.param_groups] == [0.02, 0.01]
     assert learner.rate(0) == 1.0  # of the outer one
 

@@ -69,7 +69,11 @@ def closing_over(module: nn.Module) -> Callable[[Any], optim.Optimizer]:
         named = list(module.named_parameters())
         decay = [p for name, p in named if name.endswith("weight")]
         rest = [p for name, p in named if not name.endswith("weight")]
-        return optim.SGD([{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=0.1)
+        groups: list[dict[str, Any]] = [
+            {"params": decay, "weight_decay": 0.1},
+            {"params": rest},
+        ]
+        return optim.SGD(groups, lr=0.1)
 
     return make
 
@@ -141,14 +145,11 @@ def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> optim.Optim
     """No weight decay for biases and for the LayerNorm, whose weight has a name like others."""
     named = dict(named_parameters)
     kept = [name for name in named if name.endswith("bias") or name.startswith("1.")]
-    return optim.AdamW(
-        [
-            {"params": [p for name, p in named.items() if name not in kept]},
-            {"params": [named[name] for name in kept], "weight_decay": 0.0, "lr": 0.02},
-        ],
-        lr=0.01,
-        weight_decay=0.5,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named.items() if name not in kept]},
+        {"params": [named[name] for name in kept], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return optim.AdamW(groups, lr=0.01, weight_decay=0.5)
 
 
 def plain_training(steps: int) -> nn.Module:
@@ -233,7 +234,7 @@ HALVES = partial(StepLR, step_size=2, gamma=0.5)
 
 @pytest.mark.parametrize("keyword", ["scheduler", "transform"])
 def test_with_outer_a_schedule_or_transform_is_inner_or_outer(keyword: str) -> None:
-    value = HALVES if keyword == "scheduler" else pl.learners.ClipNorm(1.0)
+    value: Any = HALVES if keyword == "scheduler" else pl.learners.ClipNorm(1.0)
     with pytest.raises(ValueError) as refusal:
         learner(outer=AVERAGE, **{keyword: value})
     assert str(refusal.value) == (
@@ -325,7 +326,7 @@ def test_the_settings_of_local_steps_are_recorded() -> None:
 
 class Rows(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter(DATA)  # type: ignore[call-overload, no-any-return]
+        return iter(DATA)
 
     def __len__(self) -> int:
         return 64
@@ -428,7 +429,7 @@ class Augmented(Dataset[Any]):
 def test_data_augmented_with_numpy_and_random_give_the_same_task_the_same_result(
     steps: int,
 ) -> None:
-    more = {"outer": AVERAGE} if steps > 1 else {}
+    more: dict[str, Any] = {"outer": AVERAGE} if steps > 1 else {}
     recipe = learner(dataset=Augmented(), micro_batch=5, **more)
     first = compute(recipe, task(steps=steps))
     np.random.seed(77)

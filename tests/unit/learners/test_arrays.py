@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Task, Work
+from paceline.core.protocol import Task, Want, Work
 from paceline.data.sampling import Stream
 from paceline.learners.arrays import NoArithmetic
-from paceline.learners.base import Direction, mean_loss
+from paceline.learners.base import Direction, Server, mean_loss
+from tests.conftest import vector_of
 
 RNG = np.random.default_rng(2)
 FEATURES = RNG.normal(size=(30, 5))
@@ -60,7 +61,7 @@ def test_a_task_is_the_gradient_over_its_stretch_of_the_stream() -> None:
     chosen = Stream(30, seed=4).indices(27, 6)  # over an epoch's border
     loss, gradient = LOGISTIC.gradient(x, chosen)
     outcome = LOGISTIC.replica(4).compute([x], task(offset=27), always)
-    assert np.array_equal(outcome.vector, gradient)
+    assert np.array_equal(vector_of(outcome), gradient)
     assert outcome.samples == 6
     assert outcome.stats == {"loss": pytest.approx(loss, rel=1e-15)}
 
@@ -70,14 +71,14 @@ def test_work_that_ends_early_is_the_gradient_over_what_was_done() -> None:
     cut = replica.compute([x], task(samples=6), lambda done: done < 4)
     whole = replica.compute([x], task(samples=4), always)
     assert cut.samples == whole.samples == 4
-    assert np.array_equal(cut.vector, whole.vector)
+    assert np.array_equal(vector_of(cut), vector_of(whole))
     assert cut.stats == whole.stats
 
 
 def test_nothing_done_is_told() -> None:
     outcome = LOGISTIC.replica(4).compute([np.zeros(5)], task(), lambda done: False)
     assert outcome.samples == 0
-    assert not outcome.vector.any()
+    assert not vector_of(outcome).any()
 
 
 def test_local_steps_sum_their_gradients() -> None:
@@ -89,7 +90,7 @@ def test_local_steps_sum_their_gradients() -> None:
         loss, gradient = LOGISTIC.gradient(y, Stream(30, 4).indices(start, 2))
         y -= 0.5 * gradient
         losses.append(loss)
-    assert x - 0.5 * outcome.vector == pytest.approx(y, rel=1e-12)
+    assert x - 0.5 * vector_of(outcome) == pytest.approx(y, rel=1e-12)
     assert outcome.samples == 6
     assert outcome.stats["loss"] == pytest.approx(np.mean(losses))
 
@@ -120,7 +121,7 @@ def test_parts_with_local_steps_or_a_budget_are_refused(
 @pytest.mark.parametrize("samples", [6, 7])
 def test_parts_add_up_to_the_batch(samples: int) -> None:
     """Three parts, even or not: their mean is the gradient of all samples together."""
-    x, replica = RNG.normal(size=FEATURES.shape[1]), LOGISTIC.replica(3)
+    x, replica = RNG.normal(size=(FEATURES.shape[1],)), LOGISTIC.replica(3)
     whole = Task(0, "w0", Work(samples=samples), 0, 0.0, samples, 12)
     parts: dict[int, float | tuple[float, ...]] = dict.fromkeys(range(3), 1 / 3)
     coded = replace(whole, work=Work(parts, n_parts=3, samples=samples))
@@ -147,7 +148,9 @@ def test_noise_is_a_pure_function_of_seed_and_draw() -> None:
         replica = learner.replica(seed)
         replica.compute([np.zeros(2)], task(offset=99), always)  # whatever was computed before
         given = Task(id, worker, Work(samples=4), 5, 1.0, 4, draw)
-        return replica.compute([np.zeros(2)], given, always).vector.tolist()
+        outcome = replica.compute([np.zeros(2)], given, always)
+        found: list[float] = vector_of(outcome).tolist()
+        return found
 
     assert gradient(1, 8) == gradient(1, 8) == gradient(1, 8, "w7", 3)
     assert len({tuple(gradient(seed, draw)) for seed in (1, 2) for draw in (0, 8, 16)}) == 6
@@ -157,8 +160,8 @@ def test_noise_shrinks_with_the_samples() -> None:
     learner = pl.learners.Quadratic((1.0,) * 4000, noise=2.0)
     for samples in (1, 16):
         outcome = learner.replica(0).compute([np.zeros(4000)], task(samples=samples), always)
-        assert np.std(outcome.vector) == pytest.approx(2 / np.sqrt(samples), rel=0.05)
-        assert np.mean(outcome.vector) == pytest.approx(0, abs=4 * 2 / np.sqrt(samples * 4000))
+        assert np.std(vector_of(outcome)) == pytest.approx(2 / np.sqrt(samples), rel=0.05)
+        assert np.mean(vector_of(outcome)) == pytest.approx(0, abs=4 * 2 / np.sqrt(samples * 4000))
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -175,14 +178,15 @@ def test_a_step_goes_against_the_weighted_sum() -> None:
 
 def test_norm_and_dot_are_told_if_wanted() -> None:
     server = pl.learners.Quadratic((1.0, 1.0)).server()
-    both = frozenset({"norm", "dot"})
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     assert server.step([1.0], [np.array([3.0, 4.0])], both) == {"norm": 5.0, "dot": 0.0}
     assert server.step([2.0], [np.array([1.0, 0.0])], both) == {"norm": 2.0, "dot": 6.0}
     assert server.step([1.0], [np.array([0.0, 1.0])], frozenset({"norm"})) == {"norm": 1.0}
 
 
 def test_a_saved_server_goes_on_the_same() -> None:
-    learner, both = pl.learners.Quadratic((1.0, 1.0)), frozenset({"norm", "dot"})
+    learner = pl.learners.Quadratic((1.0, 1.0))
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     server, fresh = learner.server(), learner.server()
     server.step([1.0], [np.array([3.0, 4.0])], both)
     saved = server.save().copy()
@@ -232,7 +236,7 @@ def test_timing_computes_nothing() -> None:
     assert isinstance(both, NoArithmetic)
     outcome = both.compute([np.empty(0)], task(samples=3, steps=2), always)
     assert (outcome.vector, outcome.samples) == (None, 6)
-    server = learner.server()
+    server: Server = learner.server()
     assert (server.model(), server.export(), server.step([1.0], [], frozenset())) == (None, {}, {})
 
 

@@ -192,7 +192,8 @@ def test_statistics_are_those_asked_for() -> None:
 
 
 def test_a_direction_sums_squares_and_products() -> None:
-    direction, both = Direction(), frozenset({"norm", "dot"})
+    direction = Direction()
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     assert direction.sums(np.array([3.0, 4.0]), both) == {"norm": 25.0, "dot": 0.0}
     assert direction.sums(np.array([1.0, -1.0]), both) == {
         "norm": pytest.approx(2.0),
@@ -319,7 +320,8 @@ def test_slices_multiply_at_the_steps_of_the_whole(
 def test_arrays_step_in_slices_as_in_the_whole(count: int) -> None:
     """With seven slices of five values, two are empty."""
     server = pl.learners.Quadratic((1.0, 2.0, 3.0, 4.0, 5.0), lr=0.3).server()
-    layout, rng, both = server.layout, np.random.default_rng(0), frozenset({"norm", "dot"})
+    layout, rng = server.layout, np.random.default_rng(0)
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     server.step([1.0], [rng.normal(size=5)], both)
     spans = layout.spans(count)
     shards = [server.recipe(span)() for span in spans]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import TypeVar
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,10 @@ from paceline.learners.flat import FlatModule, as_tensor, flat_size, hollow
 
 class Odd(nn.Module):
     """Tied and frozen weights, a scalar, and buffers of every kind."""
+
+    count: torch.Tensor
+    scratch: torch.Tensor
+    same: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,11 +33,21 @@ class Odd(nn.Module):
         self.register_buffer("same", self.count)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.decode(self.encode(x)) * self.scale)
+        return torch.as_tensor(self.norm(self.decode(self.encode(x)) * self.scale))
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def flattened(module: M, changing: Collection[str] = ()) -> tuple[FlatModule, M]:
+    """Return a module as one vector, and the module itself, whose tensors are now views."""
+    flat = FlatModule(module, changing=changing)
+    assert flat.module is module
+    return flat, module
 
 
 def test_parameters_and_gradients_are_views() -> None:
-    flat = FlatModule(Odd())
+    flat, module = flattened(Odd())
     for buffer, tensors in (
         (flat.values, [p.data for p in flat.parameters]),
         (flat.grads, [p.grad for p in flat.parameters]),
@@ -41,11 +58,11 @@ def test_parameters_and_gradients_are_views() -> None:
             assert tensor.data_ptr() == buffer[start:].data_ptr()
             start += tensor.numel()
     flat.values[1:10] = torch.arange(9.0)
-    assert flat.module.encode.weight.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    flat.module(torch.randn(4, 3)).square().sum().backward()
+    assert module.encode.weight.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    module(torch.randn(4, 3)).square().sum().backward()
     assert flat.grads[: flat.trainable].abs().sum() > 0
-    assert flat.module.scale.grad is not None
-    assert flat.module.scale.grad == flat.grads[0]
+    assert module.scale.grad is not None
+    assert module.scale.grad == flat.grads[0]
 
 
 def test_an_optimizer_moves_the_values() -> None:
@@ -73,42 +90,42 @@ def test_the_values_are_those_of_the_module() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    flat = FlatModule(Odd())
-    assert flat.module.decode.weight is flat.module.encode.weight
+    flat, module = flattened(Odd())
+    assert module.decode.weight is module.encode.weight
     flat.values[1] = 99.0
-    assert flat.module.decode.weight[0, 0] == 99.0
+    assert module.decode.weight[0, 0] == 99.0
     x = torch.ones(2, 3)
-    flat.module.decode(flat.module.encode(x)).sum().backward()
+    module.decode(module.encode(x)).sum().backward()
     assert flat.grads[1] != 0
 
 
 def test_frozen_parameters_stay_out() -> None:
-    flat = FlatModule(Odd())
+    flat, module = flattened(Odd())
     flat.values.fill_(1.0)
-    assert flat.module.frozen.tolist() == [7.0, 7.0]
-    assert flat.module.frozen.grad is None
+    assert module.frozen.tolist() == [7.0, 7.0]
+    assert module.frozen.grad is None
 
 
 def test_buffers_travel_and_integers_are_rounded() -> None:
-    flat = FlatModule(Odd())
+    flat, module = flattened(Odd())
     vector = flat.values.numpy().copy()
     vector[16:18] = 4.6, -1.4
     vector[18] = 0.25
     vector[24] = 2.5001
     flat.load([vector[:7], vector[7:7], vector[7:]])
-    assert flat.module.count.tolist() == [5, -1]
-    assert flat.module.count.dtype == torch.int64
-    assert flat.module.norm.running_mean.tolist() == [0.25, 0.0, 0.0]
-    assert flat.module.norm.num_batches_tracked == 3
+    assert module.count.tolist() == [5, -1]
+    assert module.count.dtype == torch.int64
+    assert module.get_buffer("norm.running_mean").tolist() == [0.25, 0.0, 0.0]
+    assert module.norm.num_batches_tracked == 3
     assert flat.values[16:18].tolist() == [pytest.approx(4.6), pytest.approx(-1.4)]
 
 
 def test_the_change_of_buffers_goes_where_gradients_go() -> None:
-    flat = FlatModule(Odd())
+    flat, module = flattened(Odd())
     flat.values[16] = 4.75  # a mean of several workers' counts
     flat.push_buffers()
-    flat.module.count[1] += 3
-    flat.module.norm.running_var[2] = 0.5
+    module.count[1] += 3
+    module.get_buffer("norm.running_var")[2] = 0.5
     flat.buffer_change()
     change = flat.grads[flat.trainable :].tolist()
     assert change == [0.25, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.0]
@@ -122,32 +139,32 @@ def test_a_buffer_shared_by_two_modules_travels_once() -> None:
     vector = flat.values.numpy().copy()
     vector[8:10] = 7.0
     flat.load([vector[:7], vector[7:7], vector[7:]])
-    assert both[1].running_mean.tolist() == [7.0, 7.0]
+    assert both.get_buffer("1.running_mean").tolist() == [7.0, 7.0]
 
 
 def test_non_persistent_buffers_stay_out() -> None:
-    flat = FlatModule(Odd())
+    flat, module = flattened(Odd())
     assert flat.values.numel() == 16 + 9
     flat.values.fill_(3.0)
     flat.push_buffers()
-    assert flat.module.scratch.tolist() == [1.0] * 4
+    assert module.scratch.tolist() == [1.0] * 4
 
 
 def test_pull_takes_what_was_put_into_the_module() -> None:
-    flat = FlatModule(nn.BatchNorm1d(1))
+    flat, module = flattened(nn.BatchNorm1d(1))
     with torch.no_grad():
-        flat.module.running_mean.fill_(3.0)
-        flat.module.weight.fill_(4.0)
-    flat.pull(flat.module)
+        module.get_buffer("running_mean").fill_(3.0)
+        module.weight.fill_(4.0)
+    flat.pull(module)
     assert flat.values.tolist() == [4.0, 0.0, 3.0, 1.0, 0.0]
 
 
 def test_values_in_another_memory_order_are_told_by_their_place() -> None:
     module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     weight = module.weight.detach().clone().contiguous()
-    flat = FlatModule(module)
+    flat, module = flattened(module)
     assert torch.equal(flat.values[:24], weight.reshape(-1))
-    assert torch.equal(flat.module.weight, weight)
+    assert torch.equal(module.weight, weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -198,6 +215,8 @@ def test_read_only_arrays_are_taken_without_a_warning() -> None:
 class Masked(nn.Module):
     """A large constant, as the causal mask of a transformer, beside what training changes."""
 
+    mask: torch.Tensor
+
     def __init__(self, wide: int = 200) -> None:
         super().__init__()
         self.line = nn.Linear(3, 3)
@@ -209,11 +228,11 @@ class Masked(nn.Module):
 
 
 def test_a_large_constant_buffer_is_not_sent() -> None:
-    flat = FlatModule(Masked())
+    flat, module = flattened(Masked())
     assert flat.values.numel() == flat_size(Masked()) == 12 + 6 + 7  # BatchNorm's are
-    assert torch.equal(flat.module.mask, torch.ones(200, 200).tril())
+    assert torch.equal(module.mask, torch.ones(200, 200).tril())
     flat.load([flat.values.numpy().copy()])
-    flat.module(torch.randn(4, 3)).sum().backward()
+    module(torch.randn(4, 3)).sum().backward()
     flat.buffer_change()
     assert flat.grads[flat.trainable :].abs().sum() > 0
     small = FlatModule(Masked(100))
@@ -226,14 +245,14 @@ def test_a_wide_normalization_layer_is_no_constant() -> None:
 
 @pytest.mark.parametrize("change", ["in place", "by data", "another tensor"])
 def test_a_constant_that_changes_later_is_named(change: str) -> None:
-    flat = FlatModule(Masked())
+    flat, module = flattened(Masked())
     flat.buffer_change()
     if change == "in place":
-        flat.module.mask[0, 1] = 5.0
+        module.mask[0, 1] = 5.0
     elif change == "by data":
-        flat.module.mask.data[0, 1] = 5.0
+        module.mask.data[0, 1] = 5.0
     else:
-        flat.module.mask = torch.zeros(200, 200)
+        module.mask = torch.zeros(200, 200)
     with pytest.raises(ValueError) as refusal:
         flat.buffer_change()
     assert str(refusal.value) == (
@@ -244,9 +263,9 @@ def test_a_constant_that_changes_later_is_named(change: str) -> None:
 
 
 def test_a_large_buffer_is_sent_if_it_is_named() -> None:
-    flat = FlatModule(Masked(), changing=["mask"])
+    flat, module = flattened(Masked(), ["mask"])
     assert flat.values.numel() == flat_size(Masked(), ["mask"]) == 12 + 6 + 7 + 200 * 200
-    flat.module.mask[0, 1] = 5.0
+    module.mask[0, 1] = 5.0
     flat.buffer_change()
     assert flat.grads.max() == 5.0
     with pytest.raises(ValueError) as refusal:
@@ -262,17 +281,19 @@ def test_a_hollow_copy_holds_what_does_not_travel_and_nothing_else() -> None:
     module.register_buffer("wide", torch.tensor(0.1, dtype=torch.float64))
     module.register_buffer("large", torch.arange(20_000))
     copied = hollow(module)
+    assert isinstance(copied, Odd)
     assert copied.decode.weight is copied.encode.weight
     real = {name for name, tensor in everything(copied) if not tensor.is_meta}
     assert real == {"frozen", "scratch", "wide", "large"}
-    assert copied.large.data_ptr() != module.large.data_ptr()
-    assert hollow(module, share=True).large is module.large
-    flat = FlatModule(copied)
+    large = module.get_buffer("large")
+    assert copied.get_buffer("large").data_ptr() != large.data_ptr()
+    assert hollow(module, share=True).get_buffer("large") is large
+    flat, filled = flattened(copied)
     flat.load([FlatModule(module).values.numpy()])
-    for (name, tensor), (_, mine) in zip(everything(module), everything(copied), strict=True):
+    for (name, tensor), (_, mine) in zip(everything(module), everything(filled), strict=True):
         assert torch.equal(tensor, mine) and tensor.dtype == mine.dtype, name
-    assert flat.module.decode.weight is flat.module.encode.weight
-    flat.module(torch.randn(4, 3)).square().sum().backward()
+    assert filled.decode.weight is filled.encode.weight
+    filled(torch.randn(4, 3)).square().sum().backward()
     assert flat.grads[: flat.trainable].abs().sum() > 0
 
 

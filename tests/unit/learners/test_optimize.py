@@ -32,7 +32,7 @@ from paceline.learners.transforms import ClipNorm, Piece, TrustRatio
 Array = np.ndarray[Any, Any]
 BOTH: frozenset[Want] = frozenset({"norm", "dot"})
 NONE: frozenset[Want] = frozenset()
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Net(nn.Module):
@@ -159,7 +159,7 @@ class Counting(optim.Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["steps"] += 1
             for parameter in group["params"]:
@@ -179,7 +179,7 @@ class Renamed(optim.Optimizer):
         super().__init__(params, {"lr": rate, "exponent": power})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 change = parameter.grad.abs() ** group["exponent"] * parameter.grad.sign()
@@ -193,7 +193,7 @@ class Normalized(optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter -= group["lr"] * parameter.grad * parameter.norm() / parameter.grad.norm()
@@ -205,7 +205,7 @@ class Insists(optim.Optimizer):
     def __init__(self, params: Iterable[Any], secret: float) -> None:
         super().__init__(params, {"lr": 2 * secret})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         raise AssertionError
 
 
@@ -217,7 +217,7 @@ class Forgetful(Renamed):
         self._hidden = hidden
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             parameter -= self._hidden * parameter.grad
 
@@ -226,7 +226,7 @@ class OddState(optim.SGD):
     """Keeps a tensor that is neither a number nor as long as the parameter."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step()
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["count"] = torch.zeros(1)
@@ -298,7 +298,7 @@ def test_the_cuts_go_through_tensors() -> None:
 def by_dimensions(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     """Biases first, without weight decay and faster: not the order of the model."""
     given = list(parameters)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0, "lr": 0.3},
         {"params": [p for p in given if p.ndim > 1]},
     ]
@@ -308,9 +308,9 @@ def by_dimensions(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
 def by_size(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     given = list(parameters)
     large = [p for p in given if p.numel() > 10]
-    return optim.AdamW(
-        [{"params": large, "lr": 0.02}, {"params": [p for p in given if p.numel() <= 10]}], lr=0.1
-    )
+    small = [p for p in given if p.numel() <= 10]
+    groups: list[dict[str, Any]] = [{"params": large, "lr": 0.02}, {"params": small}]
+    return optim.AdamW(groups, lr=0.1)
 
 
 def without_some(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -455,6 +455,7 @@ def test_statistics_are_of_the_reduced_gradient_without_buffers() -> None:
 def test_a_recipe_travels() -> None:
     server = TorchServer(net(), Rules(by_dimensions, SCHEDULED["StepLR"][1], ClipNorm(1.0)))
     recipe = server.recipe((10, 50))
+    assert isinstance(recipe, SliceRecipe)
     again = pickle.loads(pickle.dumps(recipe))  # noqa: S301
     assert (again.shapes, again.size, again.span) == (recipe.shapes, 57, (10, 50))
     assert again().vector.shape == (40,)
@@ -580,7 +581,7 @@ def test_state_in_a_shape_of_its_own_comes_back_in_it() -> None:
     """Where nothing is cut, the state of a tensor may have any shape."""
 
     class Transposed(optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["turned"] = parameter.detach().clone().t()
             super().step()
@@ -610,6 +611,7 @@ def test_the_model_is_that_of_the_joined_slices() -> None:
     model = server.model()
     assert isinstance(model, Net)
     assert torch.equal(model.two.bias, torch.tensor(slices.vector[45:48]))
+    assert model.norm.running_mean is not None
     assert torch.equal(model.norm.running_mean, torch.tensor(slices.vector[48:52]))
     assert np.array_equal(server.export()["one.bias"], slices.vector[21:25])
 
@@ -661,7 +663,7 @@ def test_a_norm_of_tensors_is_noticed_wherever_the_middle_lies(tensors: Any) -> 
 
 def test_a_norm_of_some_group_is_noticed() -> None:
     class Some(Normalized):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             groups, self.param_groups = self.param_groups, self.param_groups[1:]
             super().step()
             self.param_groups = groups
@@ -678,7 +680,7 @@ def test_a_norm_that_comes_in_later_is_noticed() -> None:
     class Later(Normalized):
         steps = 0
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             self.steps += 1
             if self.steps > 2:
                 super().step()

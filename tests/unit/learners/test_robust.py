@@ -21,7 +21,8 @@ def honest(seed: int = 0, dimensions: int = 50) -> Array:
     """Draw eight gradients around a true one, at a distance of about 1."""
     rng = np.random.default_rng(seed)
     truth = rng.standard_normal(dimensions)
-    return truth + rng.standard_normal((8, dimensions)) / dimensions**0.5
+    found: Array = truth + rng.standard_normal((8, dimensions)) / dimensions**0.5
+    return found
 
 
 def test_a_trimmed_mean_is_what_is_left_in_each_coordinate() -> None:

@@ -34,6 +34,9 @@ def rows() -> TensorDataset:
 class Net(nn.Module):
     """A trained layer, a frozen one in bfloat16, and buffers of each kind."""
 
+    mask: Tensor
+    scratch: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -44,7 +47,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.frozen(self.trained(x).to(torch.bfloat16)).float()
-        return self.norm(hidden) * self.scratch.sum() + self.mask.mean()
+        found: Tensor = self.norm(hidden) * self.scratch.sum() + self.mask.mean()
+        return found
 
 
 def learner(model: nn.Module | Callable[[], nn.Module]) -> pl.TorchLearner:

@@ -19,11 +19,13 @@ from torch.utils.data import Dataset, TensorDataset
 import paceline as pl
 import paceline.training.checkpoint as checkpoint
 from paceline.core.policy import Policy
-from paceline.core.protocol import Task, Work
+from paceline.core.protocol import Task, Want, Work
 from paceline.data.sampling import Stream
-from paceline.learners.base import Saved
-from paceline.learners.torch import TorchReplica, TorchServer
+from paceline.learners.base import Outcome, Saved
+from paceline.learners.optimize import TorchServer
+from paceline.learners.torch import TorchReplica
 from paceline.learners.transforms import ClipNorm
+from tests.conftest import vector_of
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(11))
 Y = (X[:, :2].sum(1) > 0).long()
@@ -37,7 +39,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
-def network(*layers: nn.Module) -> nn.Module:
+def network(*layers: nn.Module) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return nn.Sequential(nn.Linear(6, 8), *(layers or (nn.ReLU(),)), nn.Linear(8, 2))
@@ -60,7 +62,7 @@ def always(done: int) -> bool:
 
 def compute(
     recipe: pl.TorchLearner, given: Task, proceed: Callable[[int], bool] = always, seed: int = 0
-) -> Any:
+) -> Outcome:
     """Compute on a fresh replica, from the model the recipe starts with."""
     return recipe.replica(seed).compute([recipe.server().vector], given, proceed)
 
@@ -83,7 +85,7 @@ def train(recipe: pl.TorchLearner, policy: Policy, workers: int, steps: int) -> 
 def test_a_task_is_the_mean_gradient_over_its_stretch_of_the_stream() -> None:
     outcome = compute(learner(), task(offset=60), seed=3)
     chosen = Stream(64, 3).indices(60, 12)
-    assert np.array_equal(outcome.vector, gradient(network(), chosen))
+    assert np.array_equal(vector_of(outcome), gradient(network(), chosen))
     assert outcome.samples == 12
     expected = loss(network(), [X[chosen], Y[chosen]]).item()
     assert outcome.stats == {"loss": pytest.approx(expected, rel=1e-6)}
@@ -105,15 +107,16 @@ def test_the_same_task_gives_the_same_bits_whatever_was_computed_before(
     model = recipe.server().vector.copy()
     first, second = recipe.replica(1), recipe.replica(1)
     expected = first.compute([model], task(offset=24), always)
-    expected_vector = expected.vector.copy()
+    expected_vector = vector_of(expected).copy()
     torch.manual_seed(77)
     other = model + np.float32(0.1)
     second.compute([other], task(offset=5), always)
     second.compute([other], task(offset=500, samples=3), lambda done: False)
     again = second.compute([model], task(offset=24, id=8, worker="w5", attempt=2), always)
-    assert np.array_equal(again.vector, expected_vector)
+    assert np.array_equal(vector_of(again), expected_vector)
     assert again.stats == expected.stats
-    assert np.array_equal(first.compute([model], task(offset=24), always).vector, expected_vector)
+    once_more = first.compute([model], task(offset=24), always)
+    assert np.array_equal(vector_of(once_more), expected_vector)
 
 
 def test_a_part_is_the_same_vector_whoever_computes_it_and_with_which_others() -> None:
@@ -152,7 +155,7 @@ def test_random_layers_differ_from_draw_to_draw_and_seed_to_seed() -> None:
     same = TensorDataset(torch.ones(64, 6), torch.zeros(64, dtype=torch.long))
     recipe = learner(network(nn.Dropout(0.5)), dataset=same)
     vectors = [
-        compute(recipe, task(offset=draw), seed=seed).vector.tobytes()
+        vector_of(compute(recipe, task(offset=draw), seed=seed)).tobytes()
         for draw, seed in ((0, 0), (12, 0), (0, 1))
     ]
     assert len(set(vectors)) == 3
@@ -218,7 +221,7 @@ def test_a_worker_leaves_the_world_as_it_was() -> None:
     assert not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not torch.equal(run.model[0].weight, model[0].weight)  # type: ignore[index]
+    assert not torch.equal(run.model[0].weight, model.get_parameter("0.weight"))
 
 
 def test_threads_and_randomness_come_back_after_an_error() -> None:
@@ -246,13 +249,15 @@ def test_a_vector_from_a_store_may_be_read_only() -> None:
     vector = recipe.server().vector.copy()
     vector.flags.writeable = False
     outcome = recipe.replica(0).compute([vector], task(), always)
-    gradient = outcome.vector.copy()
+    gradient = vector_of(outcome).copy()
     gradient.flags.writeable = False
     recipe.server().step([1.0], [gradient], frozenset())
 
 
 class Counting(nn.Module):
     """Counts its calls in a buffer, in place or by putting a new tensor in its place."""
+
+    calls: Tensor
 
     def __init__(self, persistent: bool, in_place: bool) -> None:
         super().__init__()
@@ -274,8 +279,8 @@ def test_no_buffer_is_kept_from_task_to_task(persistent: bool, in_place: bool) -
     recipe = learner(Counting(persistent, in_place))
     replica = recipe.replica(0)
     model = recipe.server().vector.copy()
-    first = replica.compute([model], task(), always).vector.copy()
-    assert np.array_equal(replica.compute([model], task(), always).vector, first)
+    first = vector_of(replica.compute([model], task(), always)).copy()
+    assert np.array_equal(vector_of(replica.compute([model], task(), always)), first)
     if persistent:
         assert first[-1] == 1.0  # the change of the count travels
 
@@ -314,7 +319,7 @@ def test_sync_is_large_batch_training_in_one_process(
     run = train(learner(optimizer=optimizer), pl.sync(shares=workers), workers, 50)
     plain = single_process(network(), optimizer, 50, 12)
     assert_close(run.model, plain, rel=1e-5)
-    assert not torch.equal(plain[0].weight, network()[0].weight)  # type: ignore[index]
+    assert not torch.equal(plain.get_parameter("0.weight"), network().get_parameter("0.weight"))
 
 
 def test_buffers_move_by_the_weighted_mean_of_the_workers_changes() -> None:
@@ -325,8 +330,8 @@ def test_buffers_move_by_the_weighted_mean_of_the_workers_changes() -> None:
     for share in (4, 3, 3):
         alone = copy.deepcopy(model).train()
         alone(X[stream.indices(draw, share)])
-        mean += share / 10 * alone[1].running_mean  # type: ignore[index, operator]
-        variance += share / 10 * alone[1].running_var  # type: ignore[index, operator]
+        mean += share / 10 * alone.get_buffer("1.running_mean")
+        variance += share / 10 * alone.get_buffer("1.running_var")
         draw += share
     norm = run.model[1]
     assert norm.running_mean == pytest.approx(mean, rel=1e-5, abs=1e-7)
@@ -374,7 +379,7 @@ def test_local_steps_of_several_are_averaged() -> None:
             optimizer.zero_grad()
             loss(model, [X[chosen], Y[chosen]]).backward()
             optimizer.step()
-        mean += model[2].weight.detach() / 2  # type: ignore[index, operator]
+        mean += model.get_parameter("2.weight").detach() / 2
     assert torch.allclose(run.model[2].weight, mean, rtol=1e-5, atol=1e-7)
 
 
@@ -383,7 +388,7 @@ def test_local_steps_that_end_early_return_the_change_so_far() -> None:
     cut = compute(recipe, task(samples=12, steps=4), lambda done: done < 24)
     whole = compute(recipe, task(samples=12, steps=2))
     assert cut.samples == 24
-    assert np.array_equal(cut.vector, whole.vector)
+    assert np.array_equal(vector_of(cut), vector_of(whole))
     assert cut.stats == whole.stats
     nothing = compute(recipe, task(samples=12, steps=4), lambda done: False)
     assert (nothing.vector, nothing.samples) == (None, 0)
@@ -400,13 +405,14 @@ def test_the_schedule_advances_once_per_step() -> None:
         loss(model, [X[chosen], Y[chosen]]).backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= rate * parameter.grad  # type: ignore[operator]
+                assert parameter.grad is not None
+                parameter.sub_(rate * parameter.grad)
     assert_close(run.model, model, rel=1e-5)
 
 
 def test_norm_and_dot_are_of_the_parameters_alone() -> None:
     server = learner(network(nn.BatchNorm1d(8))).server()
-    both = frozenset({"norm", "dot"})
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     size = server.vector.size
     ones = np.ones(size, dtype=np.float32)
     trainable = size - (8 + 8 + 1)
@@ -443,7 +449,7 @@ def test_a_saved_server_takes_the_same_next_steps(name: str, tmp_path: Path) -> 
     """Through files, as in a checkpoint."""
     recipe = learner(network(nn.BatchNorm1d(8)), **STATEFUL[name])
     server, fresh = recipe.server(), recipe.server()
-    both = frozenset({"norm", "dot"})
+    both: frozenset[Want] = frozenset({"norm", "dot"})
     for vector in vectors(server, 3, seed=1):
         server.step([1.0], [vector], both)
     saved = on_disk(server.save().copy(), tmp_path)
@@ -495,8 +501,10 @@ def test_the_model_is_apart_from_further_training() -> None:
         assert np.array_equal(export[name], before[name].numpy())
         assert export[name].shape == tuple(value.shape)
     with torch.no_grad():
-        model[0].weight.fill_(0.0)  # nor does the user's use of it reach the training
-    assert server.model()[0].weight.abs().sum() > 0
+        model.get_parameter("0.weight").fill_(
+            0.0
+        )  # nor does the user's use of it reach the training
+    assert server.model().get_parameter("0.weight").abs().sum() > 0
     assert all(parameter.grad is None for parameter in model.parameters())
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert len(storages) == len(list(model.parameters()))
@@ -508,10 +516,10 @@ def test_the_model_has_the_buffers_of_the_workers() -> None:
     change = np.zeros(server.vector.size, dtype=np.float32)
     change[-17:] = 2.0
     server.step([0.25, 0.25], [change, change], frozenset())
-    norm = server.model()[1]
-    assert norm.running_mean.tolist() == [1.0] * 8
-    assert norm.running_var.tolist() == [2.0] * 8
-    assert norm.num_batches_tracked == 1
+    model = server.model()
+    assert model.get_buffer("1.running_mean").tolist() == [1.0] * 8
+    assert model.get_buffer("1.running_var").tolist() == [2.0] * 8
+    assert model.get_buffer("1.num_batches_tracked") == 1
     assert server.export()["1.running_var"].tolist() == [2.0] * 8
 
 
@@ -547,15 +555,17 @@ class Derived(TensorDataset):
     """A TensorDataset that does more must not be taken for a plain one."""
 
     def __getitem__(self, index: int) -> Any:
-        inputs, labels = super().__getitem__(index)
-        return -inputs, labels
+        inputs, labels = self.tensors
+        return -inputs[index], labels[index]
 
 
 def test_every_kind_of_dataset_gives_the_same_batches() -> None:
-    expected = compute(learner(), task(offset=50)).vector
-    assert np.array_equal(compute(learner(dataset=Slow()), task(offset=50)).vector, expected)
+    expected = vector_of(compute(learner(), task(offset=50)))
+    slow = compute(learner(dataset=Slow()), task(offset=50))
+    assert np.array_equal(vector_of(slow), expected)
     many = Many()
-    assert np.array_equal(compute(learner(dataset=many), task(offset=50)).vector, expected)
+    at_once = compute(learner(dataset=many), task(offset=50))
+    assert np.array_equal(vector_of(at_once), expected)
     assert many.asked == [Stream(64, 0).indices(50, 12).tolist()]
 
     def named(model: nn.Module, batch: Any) -> Tensor:
@@ -563,13 +573,13 @@ def test_every_kind_of_dataset_gives_the_same_batches() -> None:
         return loss(model, (batch["inputs"], batch["labels"]))
 
     recipe = learner(dataset=Named(), loss=named)
-    assert np.array_equal(compute(recipe, task(offset=50)).vector, expected)
+    assert np.array_equal(vector_of(compute(recipe, task(offset=50))), expected)
 
 
 def test_a_dataset_of_ones_own_is_asked() -> None:
     derived = compute(learner(dataset=Derived(X, Y)), task())
     negated = compute(learner(dataset=TensorDataset(-X, Y)), task())
-    assert np.array_equal(derived.vector, negated.vector)
+    assert np.array_equal(vector_of(derived), vector_of(negated))
 
 
 def test_a_collate_function_is_used() -> None:
@@ -578,7 +588,7 @@ def test_a_collate_function_is_used() -> None:
 
     doubled = compute(learner(collate=double), task())
     plain = compute(learner(dataset=TensorDataset(2 * X, Y)), task())
-    assert np.array_equal(doubled.vector, plain.vector)
+    assert np.array_equal(vector_of(doubled), vector_of(plain))
 
 
 def test_a_dataset_may_be_opened_by_a_function_once_in_a_worker() -> None:
@@ -595,7 +605,7 @@ def test_a_dataset_may_be_opened_by_a_function_once_in_a_worker() -> None:
     assert isinstance(replica, TorchReplica)
     outcome = replica.compute([recipe.server().vector], task(), always)
     assert opened == [1]
-    assert np.array_equal(outcome.vector, compute(learner(), task()).vector)
+    assert np.array_equal(vector_of(outcome), vector_of(compute(learner(), task())))
     assert recipe.examples == 64
 
 
@@ -672,4 +682,4 @@ def test_what_a_recipe_tells_of_itself() -> None:
 def test_the_heavy_parts_are_imported_when_used() -> None:
     assert pl.TorchLearner is type(learner())
     with pytest.raises(AttributeError, match="No paceline attribute TorchLearnr"):
-        pl.TorchLearnr  # noqa: B018
+        pl.TorchLearnr  # type: ignore[attr-defined]  # noqa: B018

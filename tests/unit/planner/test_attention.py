@@ -31,7 +31,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.outer(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.second(x))
+        found: Tensor = x + self.mlp(self.second(x))
+        return found
 
 
 class GPT(nn.Module):
@@ -104,7 +105,7 @@ class Cube(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return 3 * x**2 * gradient
 
 
@@ -118,7 +119,8 @@ def test_without_a_second_derivative_gradients_are_compared() -> None:
             self.x = nn.Parameter(torch.tensor(values))
 
     def loss(module: nn.Module, rows: Tensor) -> Tensor:
-        found: Tensor = Cube.apply(module.x).sum()
+        cube: Any = Cube.apply
+        found: Tensor = cube(module.x).sum()
         return found
 
     found = measure_curvature(learner_of(Model(), loss), samples=8, pieces=2)

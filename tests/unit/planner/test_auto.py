@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import paceline as pl
 from paceline.core.policy import Policy
+from paceline.delays.models import Delay
 from paceline.planner.search import Entry
 
 TARGET, RATE = 0.4, 0.06
@@ -28,9 +30,9 @@ def planned(policy: Policy, profile: pl.Profile = PROFILE) -> pl.planner.Auto:
     return pl.planner.Auto(profile, plan)
 
 
-def trainer(policy: object, *delays: object, **more: object) -> pl.Trainer:
-    engine = pl.Simulator(6, [STEADY] * (6 - len(delays)) + list(delays), unit=1)  # type: ignore[list-item]
-    return pl.Trainer(LEARNER, policy, engine, progress=False, **more)  # type: ignore[arg-type]
+def trainer(policy: Policy | Literal["auto"], *delays: Delay, **more: Any) -> pl.Trainer:
+    engine = pl.Simulator(6, [*[STEADY] * (6 - len(delays)), *delays], unit=1)
+    return pl.Trainer(LEARNER, policy, engine, progress=False, **more)
 
 
 def to_target(progress: pl.Progress) -> bool:

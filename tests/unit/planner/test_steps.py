@@ -31,7 +31,8 @@ PROFILE = pl.Profile(WORKERS, BATCH, 400, optimizer=ADAMW)
 
 
 def squares(module: nn.Module, rows: Tensor) -> Tensor:
-    return (module(rows) ** 2).mean()
+    found: Tensor = (module(rows) ** 2).mean()
+    return found
 
 
 def learner_of(optimizer: object, **more: object) -> pl.TorchLearner:
@@ -106,7 +107,7 @@ def test_policies_that_need_equally_many_steps_are_ranked_by_their_time() -> Non
         (pl.policies.Deadline(0.5), False),
     ],
 )
-def test_which_policies_average_whole_batches(policy: pl.Policy, whole: bool) -> None:
+def test_which_policies_average_whole_batches(policy: pl.protocol.Policy, whole: bool) -> None:
     timeline = timed(policy, PROFILE, None, 0)
     assert averages_whole_batches(timeline, BATCH) is whole
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -20,6 +22,9 @@ from paceline.codes.groups import Grouped
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal
 from paceline.core.protocol import Cancel, Discard, Event, Finished, Joined, Left, Start, Step, Task
+from paceline.data.partition.base import Partition
+from paceline.learners.arrays import ArrayReplica
+from paceline.learners.base import Array, Outcome, Proceed
 from paceline.policies.coded import code_for
 from paceline.testing import Done, transcript
 
@@ -27,8 +32,10 @@ RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(200, 13)), RNG.choice([-1.0, 1.0], 200)
 
 
-def logistic(batch: int) -> pl.learners.Logistic:
-    return pl.learners.Logistic(FEATURES, LABELS, l2=0.1, lr=0.5, batch_size=batch)
+def logistic(
+    batch: int, kind: type[pl.learners.Logistic] = pl.learners.Logistic
+) -> pl.learners.Logistic:
+    return kind(FEATURES, LABELS, l2=0.1, lr=0.5, batch_size=batch)
 
 
 def fit(
@@ -57,10 +64,10 @@ def started(entries: list[Entry] | Journal) -> list[Task]:
 )
 def test_the_trajectory_is_that_of_sync(n: int, s: int, m: int, batch: int) -> None:
     """Also while some leave and return, and with parts of different size."""
-    schedule = [
-        (5.0, pl.protocol.Left("w1")),
-        (9.0, pl.protocol.Left("w2")),
-        (30.0, pl.protocol.Joined("w1")),
+    schedule: list[tuple[float, Joined | Left]] = [
+        (5.0, Left("w1")),
+        (9.0, Left("w2")),
+        (30.0, Joined("w1")),
     ]
     expected = fit(pl.sync(), pl.Simulator(n), batch)
     run = fit(pl.coded(s, m), pl.Simulator(n, schedule=schedule), batch)
@@ -209,7 +216,7 @@ def test_the_code_is_made_anew_when_the_change_lasts() -> None:
 
 
 def test_the_code_grows_with_those_who_join() -> None:
-    schedule = [(0.1, pl.protocol.Left("w5")), (9.0, pl.protocol.Joined("w5"))]
+    schedule: list[tuple[float, Joined | Left]] = [(0.1, Left("w5")), (9.0, Joined("w5"))]
     run = fit(pl.coded(1, 1), pl.Simulator(6, pl.delays.Fixed(0.5), schedule=schedule), 30, 40)
     assert [task.work.n_parts for task in started(run.journal)][-1] == 6
 
@@ -261,7 +268,7 @@ def test_two_that_differ_are_known_to_differ_and_no_more() -> None:
 
 def test_in_a_whole_run_the_broken_worker_is_found() -> None:
     run = pl.Trainer(
-        Broken(logistic(12)), pl.coded(2, 1, verify=2), pl.Simulator(3), progress=False
+        logistic(12, Broken), pl.coded(2, 1, verify=2), pl.Simulator(3), progress=False
     ).fit(steps=10)
     assert isinstance(run.policy, pl.policies.Coded)
     assert run.policy.suspects == {"w1": 10}
@@ -269,27 +276,16 @@ def test_in_a_whole_run_the_broken_worker_is_found() -> None:
     np.testing.assert_allclose(run.model, expected.model, atol=1e-12)
 
 
-class Broken:
+class Broken(pl.learners.Logistic):
     """A learner whose worker w1 returns gradients that are off in one element."""
 
-    def __init__(self, inner: pl.learners.Logistic) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def replica(self, seed: int, tiles: object = None) -> object:
-        return _BrokenReplica(self._inner, seed)
+    def replica(self, seed: int, tiles: Partition | None = None) -> ArrayReplica:
+        return _BrokenReplica(self, seed, tiles)
 
 
-class _BrokenReplica:
-    def __init__(self, problem: pl.learners.Logistic, seed: int) -> None:
-        self._inner, self._seed = problem.replica(seed), seed
-
-    def compute(self, model: object, task: Task, proceed: object) -> object:
-        from dataclasses import replace
-
-        outcome = self._inner.compute(model, task, proceed)  # type: ignore[arg-type]
+class _BrokenReplica(ArrayReplica):
+    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
+        outcome = super().compute(model, task, proceed)
         if task.worker == "w1" and outcome.vector is not None:
             vector = outcome.vector.copy()
             vector[4] += 0.5

@@ -40,9 +40,10 @@ def start(
     samples: int,
     version: int = 0,
     since: float = 0.0,
-    **more: int,
+    attempt: int = 1,
 ) -> Start:
-    return Start(Task(id, worker, Work(samples=samples), version, since, samples, offset, **more))
+    work = Work(samples=samples)
+    return Start(Task(id, worker, work, version, since, samples, offset, attempt))
 
 
 def joined(*workers: str) -> list[tuple[float, Event | Done]]:

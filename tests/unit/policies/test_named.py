@@ -12,6 +12,7 @@ import paceline as pl
 from paceline.core.policy import Policy
 from paceline.core.protocol import (
     Cancel,
+    Coefficients,
     Command,
     Discard,
     Event,
@@ -62,7 +63,7 @@ class Taken:
 
     version: int
     tasks: list[Task]
-    weights: list[float]
+    weights: list[Coefficients]
     cancelled: list[int]
     discarded: list[int]
 
@@ -103,8 +104,8 @@ def test_sync_waits_for_everyone() -> None:
 
 def test_sync_of_n_cuts_the_batch_into_n_shares() -> None:
     """With fewer workers than shares, one who waits does another share."""
-    script = [(0.0, Joined("w0")), (0.0, Joined("w1")), (1.0, Done("w0")), (2.0, Done("w1"))]
-    script += [(3.0, Done("w0"))]
+    script: list[tuple[float, Event | Done]] = [(0.0, Joined("w0")), (0.0, Joined("w1"))]
+    script += [(1.0, Done("w0")), (2.0, Done("w1")), (3.0, Done("w0"))]
     entries = transcript(pl.policies.MinWorkers(2, pl.sync(shares=3)), script, batch=6)
     assert [entry.commands for entry in entries[1:5]] == [
         (start(0, "w0", 0, 2), start(1, "w1", 2, 2)),
@@ -308,7 +309,12 @@ def test_local_sgd_of_one_worker_is_plain_sgd() -> None:
 
 
 def test_every_sample_of_the_stream_is_used_once_though_workers_leave_in_mid_round() -> None:
-    schedule = [(2.5, Left("w1")), (3.1, Left("w3")), (9.0, Joined("w1")), (12.2, Left("w0"))]
+    schedule: list[tuple[float, Joined | Left]] = [
+        (2.5, Left("w1")),
+        (3.1, Left("w3")),
+        (9.0, Joined("w1")),
+        (12.2, Left("w0")),
+    ]
     learner = pl.learners.TimingOnly(batch_size=11)
     engine = pl.Simulator(4, [pl.delays.Exponential(1.0)], schedule=schedule)
     run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=30)
@@ -355,4 +361,4 @@ def test_names_are_settings_of_gather() -> None:
 def test_a_number_given_to_sync_must_be_named() -> None:
     """`sync(3)` reads like "wait for three", which is `k_sync(3)`."""
     with pytest.raises(TypeError, match="positional"):
-        pl.sync(3)  # type: ignore[misc]
+        pl.sync(3)  # type: ignore[call-arg]

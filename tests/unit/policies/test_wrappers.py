@@ -7,20 +7,23 @@ from math import inf
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Joined, Left, SetTimer, Start, Step, Stop, TimerFired
+from paceline.core.policy import Policy
+from paceline.core.protocol import Event, Joined, Left, SetTimer, Start, Step, Stop, TimerFired
 from paceline.core.state import describe
 from paceline.testing import Done, transcript
 
 DELAYS = pl.delays.Fixed(1.0)
 
 
-def kinds(policy: object, script: list, batch: int = 4) -> list[list[str]]:
-    entries = transcript(policy, script, batch)  # type: ignore[arg-type]
+def kinds(
+    policy: Policy, script: list[tuple[float, Event | Done]], batch: int = 4
+) -> list[list[str]]:
+    entries = transcript(policy, script, batch)
     return [[type(command).__name__ for command in entry.commands] for entry in entries]
 
 
 def test_min_workers_holds_back_until_enough_have_joined() -> None:
-    script = [(float(i), Joined(f"w{i}")) for i in range(4)]
+    script: list[tuple[float, Event | Done]] = [(float(i), Joined(f"w{i}")) for i in range(4)]
     assert kinds(pl.policies.MinWorkers(3, pl.k_sync(1)), script) == [
         [],
         [],
@@ -30,18 +33,28 @@ def test_min_workers_holds_back_until_enough_have_joined() -> None:
 
 
 def test_min_workers_counts_who_is_present() -> None:
-    script = [(0.0, Joined("w0")), (0.0, Left("w0")), (0.0, Joined("w1")), (1.0, Joined("w2"))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        (0.0, Left("w0")),
+        (0.0, Joined("w1")),
+        (1.0, Joined("w2")),
+    ]
     assert kinds(pl.policies.MinWorkers(2, pl.k_sync(1)), script) == [[], [], [], ["Start"] * 2]
 
 
 def test_min_workers_lets_be_once_it_has_begun() -> None:
-    script = [(0.0, Joined("w0")), (0.0, Joined("w1")), (1.0, Left("w0")), (2.0, Done("w1"))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        (0.0, Joined("w1")),
+        (1.0, Left("w0")),
+        (2.0, Done("w1")),
+    ]
     assert kinds(pl.policies.MinWorkers(2, pl.k_sync(1)), script)[3] == ["Step", "Start"]
 
 
 def test_wrappers_want_what_the_inner_policy_wants() -> None:
     class Curious(pl.policies.Gather):
-        wants = frozenset({"dot"})  # type: ignore[assignment]
+        wants = frozenset({"dot"})
 
     assert pl.policies.Until(pl.policies.MinWorkers(1, Curious())).wants == {"dot"}
 
@@ -67,7 +80,7 @@ def test_exactly_so_many_steps_are_taken(policy: pl.policies.Gather, steps: int)
 
 def test_the_stop_comes_after_the_whole_reaction() -> None:
     """New work is still handed out, so that the run can be taken up as if it never ended."""
-    script = [(0.0, Joined("w0")), (1.0, Done("w0"))]
+    script: list[tuple[float, Event | Done]] = [(0.0, Joined("w0")), (1.0, Done("w0"))]
     entry = transcript(pl.policies.Until(pl.k_sync(1), steps=1), script)[1]
     step, start, stop = entry.commands
     assert isinstance(step, Step)
@@ -76,7 +89,11 @@ def test_the_stop_comes_after_the_whole_reaction() -> None:
 
 
 def test_seconds_end_a_run_in_which_nothing_happens() -> None:
-    script = [(0.0, Joined("w0")), (5.0, TimerFired("until 5")), (6.0, Done("w0"))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        (5.0, TimerFired("until 5")),
+        (6.0, Done("w0")),
+    ]
     entries = transcript(pl.policies.Until(pl.k_sync(1), seconds=5.0), script)
     assert entries[0].commands[0] == SetTimer("until 5", 5.0)
     assert entries[1].commands == (Stop("5 seconds passed"),)
@@ -84,7 +101,11 @@ def test_seconds_end_a_run_in_which_nothing_happens() -> None:
 
 
 def test_the_timer_of_seconds_is_set_once() -> None:
-    script = [(0.0, Joined("w0")), (1.0, Joined("w1")), (2.0, Done("w0"))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        (1.0, Joined("w1")),
+        (2.0, Done("w0")),
+    ]
     entries = transcript(pl.policies.Until(pl.k_sync(1), seconds=5.0), script)
     timers = [c for entry in entries for c in entry.commands if isinstance(c, SetTimer)]
     assert timers == [SetTimer("until 5", 5.0)]
@@ -109,7 +130,10 @@ def test_steps_before_the_last_second_are_taken() -> None:
 
 
 def test_samples_end_a_run_at_the_step_that_reaches_them() -> None:
-    script = [(0.0, Joined("w0")), *((float(i), Done("w0")) for i in range(1, 4))]
+    script: list[tuple[float, Event | Done]] = [
+        (0.0, Joined("w0")),
+        *((float(i), Done("w0")) for i in range(1, 4)),
+    ]
     entries = transcript(pl.policies.Until(pl.k_sync(1), samples=9), script, batch=4)
     stops = [(entry.now, c) for entry in entries for c in entry.commands if isinstance(c, Stop)]
     assert stops == [(3.0, Stop("12 samples used"))]
@@ -141,7 +165,7 @@ def test_among_lets_others_do_nothing() -> None:
 
 
 def test_among_shares_the_whole_batch() -> None:
-    script = [(0.0, Joined(f"w{i}")) for i in range(3)]
+    script: list[tuple[float, Event | Done]] = [(0.0, Joined(f"w{i}")) for i in range(3)]
     entries = transcript(
         pl.policies.MinWorkers(3, pl.policies.OnlyWorkers(["w0", "w1"], pl.sync())), script, 6
     )
@@ -150,9 +174,11 @@ def test_among_shares_the_whole_batch() -> None:
 
 
 def test_among_begins_though_another_joins_last_and_hears_of_others_no_more() -> None:
-    script = [
+    script: list[tuple[float, Event | Done]] = [
         *((0.0, Joined(worker)) for worker in ("w0", "w2")),
-        *[(1.0, Joined("w1")), (2.0, Left("w1")), (3.0, Done("w0"))],
+        (1.0, Joined("w1")),
+        (2.0, Left("w1")),
+        (3.0, Done("w0")),
     ]
     assert kinds(pl.policies.MinWorkers(3, pl.policies.OnlyWorkers(["w0"], pl.sync())), script) == [
         *[[], [], ["Start"], [], ["Step", "Start"], []]

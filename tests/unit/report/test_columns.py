@@ -29,7 +29,10 @@ def test_a_column_in_a_file_is_the_list_that_it_was_made_of(count: int, tmp_path
         assert loss[3:-2:7] == expected[3:-2:7] and loss[-60:] == expected[-60:]
         assert [loss[i] for i in range(-count, count)] == 2 * expected
         arrays = columns.arrays()
-        assert (arrays["loss"].dtype, arrays["step"].dtype) == (np.float64, np.int64)
+        assert (arrays["loss"].dtype, arrays["step"].dtype) == (
+            np.dtype(np.float64),
+            np.dtype(np.int64),
+        )
         assert arrays["loss"].tolist() == expected
         columns.close()  # and the second time all is in memory
     assert pickle.loads(pickle.dumps(dict(columns)))["loss"] == expected  # noqa: S301 (our own)

@@ -210,7 +210,7 @@ FOUR = pl.Prices(
 def fitted(
     policy: Policy, prices: pl.Prices = FOUR, journal: Path | None = None, interrupts: bool = False
 ) -> pl.Run:
-    schedule = [
+    schedule: list[tuple[float, pl.protocol.Joined | pl.protocol.Left]] = [
         (2.0, pl.protocol.Left("w1")),
         (5.0, pl.protocol.Joined("w1")),
         (6.0, pl.protocol.Left("w3")),

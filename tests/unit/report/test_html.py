@@ -92,7 +92,7 @@ def learner() -> pl.learners.Quadratic:
     return pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
 
 
-def ran(policy: pl.Policy, steps: int = 60, **given: object) -> pl.Run:
+def ran(policy: pl.protocol.Policy, steps: int = 60, **given: object) -> pl.Run:
     engine = pl.Simulator(
         4, DELAYS, schedule=[(3.0, pl.protocol.Left("w1")), (6.0, pl.protocol.Joined("w1"))]
     )
@@ -109,7 +109,7 @@ POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_the_page_has_the_figures_of_the_meter(policy: pl.Policy, tmp_path: Path) -> None:
+def test_the_page_has_the_figures_of_the_meter(policy: pl.protocol.Policy, tmp_path: Path) -> None:
     prices = pl.Prices(per_hour=1.0, per_gigabyte=5.0)
     run = ran(policy, prices=prices, journal=tmp_path / "run.jsonl")
     path = run.report(tmp_path / "deep" / "run.html")

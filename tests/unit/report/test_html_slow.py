@@ -20,7 +20,7 @@ from paceline.report.html.timeline import COUNT, EXACT, Bins, Timeline
 from paceline.report.workers import Tally
 
 
-def told(policy: pl.Policy, workers: int, results: list[tuple[float, str]]) -> Record:
+def told(policy: pl.protocol.Policy, workers: int, results: list[tuple[float, str]]) -> Record:
     """Let all join at once, and then finish what they have in the order given."""
     journal = Journal(Header(batch=6))
     coordinator = pl.protocol.Coordinator(MinWorkers(workers, policy), 6, journal=journal)

@@ -216,7 +216,7 @@ def test_texts_have_room() -> None:
 class Terminal(io.StringIO):
     """What a terminal gets."""
 
-    encoding = "utf-8"  # type: ignore[assignment]
+    encoding = "utf-8"
 
     def isatty(self) -> bool:
         return True

@@ -29,10 +29,18 @@ from paceline.report.samples import Stretch, sample_fates
 from paceline.report.text import summary, throughput
 
 
-def task(id: int, worker: str, offset: int, samples: int = 4, **more: int) -> Task:
-    steps = more.pop("steps", 1)
+def task(
+    id: int,
+    worker: str,
+    offset: int,
+    samples: int = 4,
+    *,
+    steps: int = 1,
+    version: int = 0,
+    attempt: int = 1,
+) -> Task:
     work = Work(samples=samples, steps=steps)
-    return Task(id, worker, work, more.pop("version", 0), 0.0, samples, offset, **more)
+    return Task(id, worker, work, version, 0.0, samples, offset, attempt)
 
 
 ENTRIES = [
@@ -160,7 +168,7 @@ def resumed() -> Header:
 def test_a_resumed_run_is_metered_from_where_it_was() -> None:
     meter = Meter.begin(resumed())
     assert (meter.version, meter.samples_used) == (1, 12)
-    assert (meter.started, meter.used, meter.columns["step"]) == (0, 0, [])
+    assert (meter.started, meter.used, list(meter.columns["step"])) == (0, 0, [])
     meter.observe(Entry(5.0, Finished(4, 4, 1.0, {"loss": 4.0}), ()))
     meter.observe(
         Entry(7.0, Finished(6, 4, 1.0, {"loss": 6.0}), (Step({3: 0.25, 4: 0.25, 6: 0.5}),))

@@ -20,7 +20,7 @@ LEARNER = pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
 DELAYS = [pl.delays.ShiftedExponential(0.1, 0.02)] * 3 + [pl.delays.Fixed(1.0)]
 
 
-def ran(policy: pl.Policy, **given: object) -> pl.Run:
+def ran(policy: pl.protocol.Policy, **given: object) -> pl.Run:
     engine = pl.Simulator(
         4, DELAYS, schedule=[(3.0, pl.protocol.Left("w1")), (6.0, pl.protocol.Joined("w1"))]
     )
@@ -40,7 +40,7 @@ POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_tallies_add_up_to_the_run(policy: pl.Policy) -> None:
+def test_tallies_add_up_to_the_run(policy: pl.protocol.Policy) -> None:
     run = ran(policy, prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
     meter, tallies = run.meter, run.meter.workers
     assert set(tallies) == {"w0", "w1", "w2", "w3"}
@@ -81,13 +81,14 @@ def test_the_speed_of_a_worker_that_is_cancelled_when_slow_is_a_bound() -> None:
 def test_the_time_of_every_task_counts_for_the_speed() -> None:
     journal = Journal(Header(batch=6))
     coordinator = pl.protocol.Coordinator(MinWorkers(2, pl.k_sync(1)), 6, journal=journal)
-    for now, event in [
+    events: list[tuple[float, pl.protocol.Event]] = [
         (0.0, pl.protocol.Joined("w0")),
         (0.0, pl.protocol.Joined("w1")),
         (2.0, Finished(0, 3)),  # which cancels w1 after 2 s
         (7.0, Finished(3, 3)),  # of w1, after 5 s; w0 is cancelled after 5 s
         (8.0, pl.protocol.Left("w0")),  # after 1 s of work
-    ]:
+    ]
+    for now, event in events:
         coordinator.handle(now, event)
     meter, _ = spans_of(journal)
     w0, w1 = meter.workers["w0"], meter.workers["w1"]
@@ -105,7 +106,7 @@ def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_every_task_is_told_of_once(policy: pl.Policy) -> None:
+def test_every_task_is_told_of_once(policy: pl.protocol.Policy) -> None:
     run = ran(policy)
     meter, spans = spans_of(run.journal)
     told = [span.task.id for span in [*spans, *meter.unsettled()]]

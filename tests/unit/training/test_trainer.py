@@ -30,6 +30,7 @@ from paceline.core.protocol import (
     Stop,
     View,
 )
+from paceline.delays.models import Delay
 from paceline.learners.base import Learner
 from paceline.report.metrics import TOTALS
 
@@ -60,7 +61,8 @@ def logistic(batch_size: int = 10) -> pl.learners.Logistic:
 
 def squared(model: nn.Module, batch: Any) -> Tensor:
     inputs, targets = batch
-    return (model(inputs).squeeze(1) - targets).square().mean()
+    found: Tensor = (model(inputs).squeeze(1) - targets).square().mean()
+    return found
 
 
 def network(loss: Callable[..., Tensor] = squared, **more: Any) -> pl.TorchLearner:
@@ -68,20 +70,20 @@ def network(loss: Callable[..., Tensor] = squared, **more: Any) -> pl.TorchLearn
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
     data = TensorDataset(torch.from_numpy(FEATURES).float(), torch.from_numpy(LABELS).float())
-    more = {"micro_batch": 5, "optimizer": partial(torch.optim.Adam, lr=0.01)} | more
-    return pl.TorchLearner(model, loss, dataset=data, batch_size=10, **more)
+    given: dict[str, Any] = {"micro_batch": 5, "optimizer": partial(torch.optim.Adam, lr=0.01)}
+    return pl.TorchLearner(model, loss, dataset=data, batch_size=10, **given | more)
 
 
 def lively(**more: Any) -> pl.Simulator:
     """An engine with bursts, links and departures."""
     burst = pl.delays.Bursts(pl.delays.Exponential(0.5), pl.delays.Exponential(5.0), 3.0, 2.0)
-    delays = [
+    delays: list[Delay] = [
         burst,
         pl.delays.Trace([0.5, 1.5, 0.25]),
         pl.delays.LogNormal(1.0, 0.5),
         pl.delays.Exponential(1.0),
     ]
-    schedule = [
+    schedule: list[tuple[float, pl.protocol.Joined | pl.protocol.Left]] = [
         *(
             (2.0, pl.protocol.Left("w1")),
             (5.0, pl.protocol.Joined("w1")),
@@ -889,16 +891,21 @@ def test_a_worker_without_a_price_is_told_before_anything_is_started(name: str) 
         f"prices: {name} names no price for w1, w3; this engine has the 4 workers w0 to w3: "
         "name each of them, or give one number for all"
     )
+
+    def prices(*workers: str) -> pl.Prices:
+        given: dict[str, Any] = {name: dict.fromkeys(workers, 1.0)}
+        return pl.Prices(**given)
+
     with pytest.raises(ValueError, match=told):
-        trainer(prices=pl.Prices(**{name: {"w0": 1.0, "w2": 1.0, "w5": 1.0}}))
-    trainer(prices=pl.Prices(**{name: {f"w{i}": 1.0 for i in range(9)}}))  # more are no harm
+        trainer(prices=prices("w0", "w2", "w5"))
+    trainer(prices=prices(*(f"w{i}" for i in range(9))))  # more are no harm
     with pytest.raises(ValueError, match=r"for w0, w1, w2, w3, w4, w5, w6, w7, …; this engine has"):
-        trainer(prices=pl.Prices(**{name: {}}), engine=pl.Simulator(10))
+        trainer(prices=prices(), engine=pl.Simulator(10))
 
 
 def test_prices_may_be_any_numbers_in_any_mapping(tmp_path: Path) -> None:
     table = {f"w{i}": np.float64(i) for i in range(4)}
-    prices = pl.Prices(MappingProxyType(table), np.float32(0.5), idle=True)
+    prices = pl.Prices(MappingProxyType(table), np.float32(0.5), idle=True)  # type: ignore[arg-type]
     saves = pl.Checkpoints(tmp_path / "saves")
     run = trainer(prices=prices, checkpoints=saves, journal=tmp_path / "j").fit(steps=2)
     table["w0"] = np.float64(99.0)  # what was given may change later

@@ -35,7 +35,7 @@ class TensorBoard(Tracker):
         self._writer = writer = self._make(self._folder, flush_secs=_FLUSH)
         # Like add_hparams, but inside this run instead of in a new one. The end of its session is
         # left out, since it would mark the run as successful.
-        for each in hparams(given, {"train/loss": 0.0})[:2]:  # type: ignore[no-untyped-call]
+        for each in hparams(given, {"train/loss": 0.0})[:2]:
             writer.file_writer.add_summary(each)
         writer.add_text("run/configuration", _table(given))
         writer.flush()

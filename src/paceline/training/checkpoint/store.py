@@ -31,7 +31,7 @@ class Store:
     """A folder in a store that holds checkpoints, or the files of one checkpoint."""
 
     def __init__(self, url: str, options: dict[str, Any], timeout: float) -> None:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
 
         self._url, self._timeout = url, timeout
         try:

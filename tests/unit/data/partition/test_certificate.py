@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ def test_chance_is_as_predicted(shares: list[int], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(certificate, "_FEATURES", 256)  # it holds in any
     monkeypatch.setattr(certificate, "_PROBED", 20)
     z, labels = blobs(500)
-    for cut, name in (
+    cuts: list[tuple[Callable[[int], Partition], str]] = [
         (lambda seed: stratified(labels, shares, seed=seed), "predicted"),
         (lambda seed: even(500, shares, seed=seed), "predicted_plain"),
-    ):
+    ]
+    for cut, name in cuts:
         found = [certify(cut(seed), z, labels) for seed in range(40)]
         measured = np.sqrt(np.mean([each.rms**2 for each in found if each.rms]))
         assert measured == pytest.approx(getattr(found[0], name), rel=0.06)
@@ -73,9 +75,12 @@ def test_all_samples_count_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch) ->
     fourier = Fourier.fit(z, 2048, certificate._OTHER_SEED)
     phi = fourier(z).astype(np.float64)
     means = [phi[partition.indices(part)].mean(0) - phi.mean(0) for part in range(3)]
+    assert whole.distances is not None
     np.testing.assert_allclose(whole.distances, np.linalg.norm(means, axis=1), rtol=1e-4)
     monkeypatch.setattr(certificate, "_CHUNK", 64)
-    np.testing.assert_allclose(certify(partition, z, labels).distances, whole.distances, rtol=1e-4)
+    chunked = certify(partition, z, labels)
+    assert chunked.distances is not None
+    np.testing.assert_allclose(chunked.distances, whole.distances, rtol=1e-4)
 
 
 def test_nobody_grades_his_own_work() -> None:

@@ -35,13 +35,15 @@ def correlated(count: int, width: int, seed: int = 0) -> NDArray[np.float64]:
     random = np.random.default_rng(seed)
     turned = np.linalg.qr(random.standard_normal((width, width)))[0]
     values: NDArray[np.float64] = random.standard_normal((count, width)) / np.arange(1, width + 1)
-    return 5 + values @ turned
+    found: NDArray[np.float64] = 5 + values @ turned
+    return found
 
 
 def reference(inputs: NDArray[Any], dimensions: int) -> NDArray[np.float64]:
     centered = inputs.reshape(len(inputs), -1) - inputs.reshape(len(inputs), -1).mean(0)
     left, values, _ = np.linalg.svd(centered.astype(np.float64), full_matrices=False)
-    return (left * values)[:, :dimensions]
+    found: NDArray[np.float64] = (left * values)[:, :dimensions]
+    return found
 
 
 def same_but_for_signs(a: NDArray[Any], b: NDArray[Any], tolerance: float) -> None:

@@ -35,7 +35,7 @@ def test_an_answer_is_handed_over_by_wait_and_not_before() -> None:
 
 
 def test_a_dropped_call_is_never_heard_of() -> None:
-    calls, ref, told = Calls(), Ref(), []
+    calls, ref, told = Calls(), Ref(), list[object]()
     call = calls.add(ref, 60, told.append, lambda: None)
     calls.drop(call)
     ref.future().set_result(1)

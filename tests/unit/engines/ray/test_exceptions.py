@@ -12,8 +12,10 @@ import ray
 
 import paceline as pl
 from paceline.core.protocol import Joined, Task
+from paceline.data.partition.base import Partition
 from paceline.engines.ray.failures import reason_of
-from paceline.learners.base import Array, Outcome, Proceed, Replica
+from paceline.learners.arrays import ArrayReplica
+from paceline.learners.base import Array, Outcome, Proceed
 from tests.storms.processes import WorkerProcess
 from tests.storms.rolling import Rolling
 from tests.storms.simulated import SimulatedRay
@@ -28,17 +30,18 @@ class Failing(Rolling):
 
     before: Callable[[Task], None] = field(default=lambda task: None, compare=False)
 
-    def replica(self, seed: int, tiles: Any = None) -> Replica:
-        return _Before(super().replica(seed, tiles), self.before)
+    def replica(self, seed: int, tiles: Partition | None = None) -> ArrayReplica:
+        return _Before(self, seed, tiles)
 
 
-class _Before:
-    def __init__(self, inner: Replica, before: Callable[[Task], None]) -> None:
-        self._inner, self._before = inner, before
+class _Before(ArrayReplica):
+    def __init__(self, problem: Failing, seed: int, tiles: Partition | None) -> None:
+        super().__init__(problem, seed, tiles)
+        self._before = problem.before
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         self._before(task)
-        return self._inner.compute(model, task, proceed)
+        return super().compute(model, task, proceed)
 
 
 def failing(before: Callable[[Task], None]) -> Failing:
@@ -140,7 +143,7 @@ def test_set_up_that_raises_on_one_worker_is_tried_again() -> None:
     tries: list[int] = []
 
     class Hiccup(Rolling):
-        def replica(self, seed: int, tiles: Any = None) -> Replica:
+        def replica(self, seed: int, tiles: Partition | None = None) -> ArrayReplica:
             tries.append(1)
             if len(tries) == 2:
                 raise OSError("stale file handle")

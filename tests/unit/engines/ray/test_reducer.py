@@ -94,7 +94,7 @@ def test_a_lost_task_is_taken_from_the_one_who_redoes_it_alone() -> None:
 def test_a_task_survives_its_way_to_the_worker(work: Work) -> None:
     task = Task(7, "w1", work, 3, 1.25, 4, 96, attempt=2)
     assert unpack(pack(TOKEN, task, [3], "n1")) == (TOKEN, task, [[3], "n1"])
-    reply = (tuple(TOKEN), None, 0, 0.5, {}, None)
+    reply: tuple[object, ...] = (tuple(TOKEN), None, 0, 0.5, {}, None)
     assert read(reply) == Answer(TOKEN, None, 0, 0.5, {})
 
 

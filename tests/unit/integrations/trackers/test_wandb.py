@@ -61,7 +61,8 @@ def train(callbacks: list[pl.Callback], steps: int = 5) -> pl.Run:
 def test_what_is_written_is_what_the_run_did(tmp_path: Path) -> None:
     tracker = pl.trackers.WandB("digits", mode="offline", dir=str(tmp_path), config={"mine": 5})
     run = train([tracker])
-    history, config, summary, codes = [], {}, {}, []
+    history, codes = [], []
+    config, summary = dict[str, Any](), dict[str, Any]()
     for record in records(tmp_path):
         match record.WhichOneof("record_type"):
             case "history":

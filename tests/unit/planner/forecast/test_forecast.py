@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import paceline as pl
+from paceline.delays.models import Delay
 from paceline.planner.forecast.fitted import Fitted
 from paceline.planner.forecast.forecast import shrinkage
 from paceline.planner.forecast.predict import predicted_seconds
@@ -19,7 +20,7 @@ from paceline.planner.forecast.timeline import Timeline
 
 BATCH = 48
 QUADRATIC = pl.learners.Quadratic((1.0, 0.3) * 8 + (0.1,) * 16, noise=0.3, lr=0.2, batch_size=BATCH)
-DELAYS = [
+DELAYS: list[Delay] = [
     pl.delays.Exponential(0.01),
     pl.delays.ShiftedExponential(0.01, 0.02),
     pl.delays.Fixed(0.05),
@@ -105,9 +106,11 @@ def test_forecasts_of_a_real_learner_are_within_a_factor_of_two(policy: pl.polic
     found = pl.profile(learner, simulator(), seconds=500.0)
     for target in (0.55, 0.45):
         told = pl.forecast(policy, found, learning_rate=0.2, target=target)
-        run = pl.Trainer(learner, policy, simulator(), progress=False).fit(
-            steps=500, until=lambda at, target=target: at.loss <= target
-        )
+
+        def reached(at: pl.Progress, target: float = target) -> bool:
+            return at.loss <= target
+
+        run = pl.Trainer(learner, policy, simulator(), progress=False).fit(steps=500, until=reached)
         assert told.seconds / 2 < run.seconds < told.seconds * 2
 
 
@@ -165,7 +168,9 @@ def test_codecs_shorten_messages() -> None:
     assert half.steps == plain.steps
     surface = replace(found.known(), parameters=100_000)
     large = replace(found, message_bytes=400_000, surface=surface)
-    assert shrinkage(pl.codecs.BFloat16(), large) == (pytest.approx(0.5, rel=0.01), 1.0)
+    shrunk, kept = shrinkage(pl.codecs.BFloat16(), large)
+    assert shrunk == pytest.approx(0.5, rel=0.01)
+    assert kept == 1.0
     shrunk, kept = shrinkage(pl.codecs.Feedback(pl.codecs.TopK(0.1)), large)
     assert 0.1 < shrunk < 0.25
     assert kept == 0.1

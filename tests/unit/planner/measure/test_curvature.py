@@ -23,7 +23,7 @@ from paceline.planner.measure.curvature import (
     lanczos,
     measure_curvature,
 )
-from tests.conftest import make_learner
+from tests.conftest import make_learner, module_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -49,7 +49,7 @@ def cross_entropy(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def full_hessian(learner: pl.TorchLearner) -> np.ndarray:
     """Return the Hessian of the loss on all data, by torch.func."""
-    model = copy.deepcopy(learner.model).double()
+    model = copy.deepcopy(module_of(learner)).double()
     inputs, labels = learner.dataset.tensors  # type: ignore[union-attr]
     names = {name: p.detach() for name, p in model.named_parameters()}
     sizes = [p.numel() for p in names.values()]
@@ -63,12 +63,13 @@ def full_hessian(learner: pl.TorchLearner) -> np.ndarray:
 
     flat = torch.cat([p.reshape(-1) for p in names.values()])
     # Not torch.func.hessian, whose forward mode warns of torch's own use of torch.jit.
-    return torch.func.jacrev(torch.func.jacrev(loss))(flat).numpy()
+    found: np.ndarray = torch.func.jacrev(torch.func.jacrev(loss))(flat).numpy()
+    return found
 
 
 def sample_gradients(learner: pl.TorchLearner) -> np.ndarray:
     """Return each sample's gradient as a row."""
-    model = copy.deepcopy(learner.model)
+    model = copy.deepcopy(module_of(learner))
     rows = []
     for inputs, labels in learner.dataset:  # type: ignore[union-attr]
         loss = learner.loss(model, [inputs[None], labels[None]])
@@ -83,7 +84,8 @@ def sample_gradients(learner: pl.TorchLearner) -> np.ndarray:
 def matrix_with(values: np.ndarray, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.standard_normal((values.size, values.size)))[0]
-    return basis @ np.diag(values) @ basis.T
+    found: np.ndarray = basis @ np.diag(values) @ basis.T
+    return found
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_noise_of_single_samples_is_exact() -> None:
     assert found.noise_scale == pytest.approx(found.noise / square)
     with torch.no_grad():
         inputs, labels = learner.dataset.tensors  # type: ignore[union-attr]
-        loss = cross_entropy(learner.model, [inputs, labels])
+        loss = cross_entropy(module_of(learner), [inputs, labels])
     assert found.loss == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -296,18 +298,18 @@ def test_random_layers_are_one_and_the_same_function() -> None:
 def test_batch_norm_is_in_training_and_the_module_stays_as_it_is() -> None:
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)]
     learner = small(layers=layers)
-    learner.model.eval()
-    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    model = module_of(learner).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = measure_curvature(learner, samples=64, pieces=4, steps=8)
-    assert not learner.model.training
-    assert all(parameter.grad is None for parameter in learner.model.parameters())
-    for name, tensor in learner.model.state_dict().items():
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
     # Its statistics are those of the batch: the scale of what it is given does not matter.
-    scaled = copy.deepcopy(learner.model)
+    scaled = copy.deepcopy(model)
     with torch.no_grad():
-        scaled[0].weight.mul_(10.0)  # type: ignore[index, union-attr, operator]
-        scaled[0].bias.mul_(10.0)  # type: ignore[index, union-attr, operator]
+        scaled.get_parameter("0.weight").mul_(10.0)
+        scaled.get_parameter("0.bias").mul_(10.0)
     other = measure_curvature(replace(learner, model=scaled), samples=64, pieces=4, steps=8)
     assert other.loss == pytest.approx(found.loss, rel=1e-3)
 
@@ -349,7 +351,7 @@ def test_at_another_model() -> None:
     server = learner.server()
     there = server.vector * 3
     found = measure_curvature(learner, at=there, samples=64, pieces=4, steps=20)
-    moved = copy.deepcopy(learner.model)
+    moved = copy.deepcopy(module_of(learner))
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(3)
@@ -362,7 +364,7 @@ def test_gradients_lost_in_the_noise() -> None:
     """Random labels at a model that says nothing: the square may come out below 0."""
     learner = small(samples=512)
     with torch.no_grad():
-        for parameter in learner.model.parameters():
+        for parameter in module_of(learner).parameters():
             parameter.zero_()
     found = [
         measure_curvature(learner, samples=16, pieces=4, steps=2, seed=seed) for seed in range(6)

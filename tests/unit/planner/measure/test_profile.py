@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.delays.models import Delay
 from paceline.planner.forecast.quadratic import modes_of
 from paceline.planner.grid import candidates
 from paceline.planner.measure.curvature import measure_curvature
@@ -76,7 +77,7 @@ def test_a_file_builds_nothing_else() -> None:
 def test_a_run_is_simulated_again_as_it_was() -> None:
     """Means within 10 % after 60 tasks of each worker, and links to the byte."""
     links = [pl.delays.Link(0.05, 1e5, 2e4), pl.delays.Link(0.2, 1e4, 1e4)]
-    delays = [pl.delays.Exponential(0.1), pl.delays.ShiftedExponential(0.2, 0.05)]
+    delays: list[Delay] = [pl.delays.Exponential(0.1), pl.delays.ShiftedExponential(0.2, 0.05)]
     engine = pl.Simulator(2, delays, links, unit=1)
     found = pl.profile(LEARNER, engine, seconds=1000.0, tasks=200)
     for worker, delay, link in zip(found.workers.values(), delays, links, strict=True):
@@ -222,7 +223,7 @@ def test_the_gradients_spectrum_is_that_of_the_hessian() -> None:
     found = gradient_spectrum(learner, samples=300)
     hessian = features.T @ features / 300
     gradient = -features.T @ targets / 300
-    best = np.linalg.solve(hessian, -gradient)
+    best = np.linalg.solve(hessian, -gradient).astype(np.float64)
     way = learner.gradient(np.zeros(6), np.arange(300))[0]
     way -= learner.gradient(best, np.arange(300))[0]
     assert [value for value, _ in found] == pytest.approx(np.linalg.eigvalsh(hessian), rel=1e-6)

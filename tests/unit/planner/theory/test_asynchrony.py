@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import paceline as pl
+from paceline.delays.models import Delay
 from paceline.planner.theory.asynchrony import Asynchrony, asynchrony
 from paceline.planner.theory.kernels import Atoms, Kernel, erlang, exponential, fixed
 from paceline.planner.theory.responses import kernel_of
@@ -45,7 +46,7 @@ def test_safe_is_sufficient_and_not_necessary() -> None:
 
 def test_the_gain_does_not_depend_on_who_is_slow() -> None:
     """Little's law: η λ M, whatever the response times."""
-    delays = [
+    delays: list[Delay] = [
         pl.delays.Fixed(1.0),
         pl.delays.Exponential(5.0),
         pl.delays.Erlang(2, 0.3),
@@ -308,9 +309,9 @@ def test_the_largest_rate_is_where_it_diverges() -> None:
         pl.delays.Erlang(4, 1.0),
         [pl.delays.Fixed(1.0), pl.delays.Fixed(3.0)],
     ):
-        limit = pl.planner.max_stable_lr(delays, 6, 5.0)  # type: ignore[arg-type]
-        assert asynchrony(delays, 6, 0.99 * limit, 5.0).stable  # type: ignore[arg-type]
-        assert not asynchrony(delays, 6, 1.01 * limit, 5.0).stable  # type: ignore[arg-type]
+        limit = pl.planner.max_stable_lr(delays, 6, 5.0)
+        assert asynchrony(delays, 6, 0.99 * limit, 5.0).stable
+        assert not asynchrony(delays, 6, 1.01 * limit, 5.0).stable
         assert limit >= 0.999 * np.pi / 2 / (6 * 5.0)  # for all laws
     assert pl.planner.max_stable_lr(pl.delays.Exponential(1.0), 6, 5.0) == inf
     with pytest.raises(ValueError, match="give the largest, finite and > 0"):

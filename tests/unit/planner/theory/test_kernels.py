@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from paceline.planner.theory.kernels import (
 
 POINTS = np.asarray([0j, 0.2 + 0.1j, -0.3 + 1j, 1 + 7j, 0.9 + 0.05j])
 
-LAWS = {
+LAWS: dict[str, tuple[Kernel, Any]] = {
     "erlang": (erlang(3, 1.5), stats.gamma(3, scale=0.5)),
     "exponential": (exponential(0.8), stats.expon(scale=0.8)),
     "uniform": (uniform(0.3, 2.1), stats.uniform(0.3, 1.8)),
@@ -63,7 +64,7 @@ def test_atoms_and_blends() -> None:
         assert atoms.transform(POINTS, order) == pytest.approx(by_hand)
         assert blend.transform(POINTS, order) == pytest.approx(by_hand)
         assert atoms.transform(POINTS.reshape(5, 1), order).shape == (5, 1)
-    many = np.linspace(0, 1j, 300_001)  # more than one evaluation holds
+    many = np.linspace(0, 1j, 300_001, dtype=np.complex128)  # more than one evaluation holds
     assert atoms.transform(many)[-1] == pytest.approx(atoms.transform(many[-1:])[0])
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import paceline as pl
+from paceline.delays.models import Delay
 from paceline.planner.theory.kernels import Atoms, Blend, Gamma, Shifted, exponential, fixed
 from paceline.planner.theory.responses import MOST, kernel_of, measured, rate_weighted
 
@@ -38,7 +39,7 @@ POINTS = np.asarray([0.3 + 0j, 0.2 + 0.7j, 2 + 1j])
     ],
     ids=str,
 )
-def test_kernels_have_the_law_of_their_models(model: pl.Delay) -> None:
+def test_kernels_have_the_law_of_their_models(model: Delay) -> None:
     kernel = kernel_of(model)
     assert kernel.mean == pytest.approx(model.mean, rel=1e-12)
     rng, memory = np.random.default_rng(1), dict[str, float]()

@@ -5,7 +5,7 @@ from math import inf, pi
 import pytest
 
 from paceline.planner.theory.asynchrony import Asynchrony
-from paceline.planner.theory.kernels import erlang, exponential, fixed
+from paceline.planner.theory.kernels import Kernel, erlang, exponential, fixed
 from tests.oracles.workers import (
     best_threshold,
     best_workers,
@@ -86,7 +86,7 @@ def test_the_fastest_of_unequal_workers() -> None:
     assert chosen.gain == pytest.approx(0.3)
     assert fastest_workers(kernels[1:], 0.1).workers == 4
     # With a small learning rate all of similar ones help.
-    similar = [exponential(1.0), exponential(1.5), fixed(1.2), fixed(1.8)]
+    similar: list[Kernel] = [exponential(1.0), exponential(1.5), fixed(1.2), fixed(1.8)]
     assert fastest_workers(similar, 0.01).workers == 4
 
 

@@ -155,7 +155,7 @@ def test_a_policy_of_its_own_mind_refuses() -> None:
     pl.Trainer(problem(), inner, pl.Simulator(8), progress=False, placement=pl.BySpeed()).fit(
         steps=2
     )
-    assert inner.inner.placement is None  # type: ignore[attr-defined]  # a recipe stays
+    assert inner.inner.placement is None  # a recipe stays
 
 
 def test_speeds_can_be_looked_at() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +44,8 @@ class Averages(Callback):
 
     @property
     def mean(self) -> np.ndarray:
-        return np.mean(self.models, axis=0)
+        found: np.ndarray = np.mean(self.models, axis=0)
+        return found
 
 
 def fit(
@@ -102,7 +103,7 @@ def test_what_each_part_has_had_is_right_at_every_moment() -> None:
     bound, k = 2.0, 5
     run = fit(pl.k_sync(k), pl.policies.Placed(SHARDS, move=False, bound=bound), steps=200)
     tasks = {c.task.id: c.task for e in run.journal for c in e.commands if isinstance(c, Start)}
-    had, steps = Counter[str](), 0
+    had, steps = defaultdict[str, float](float), 0
     for entry in run.journal:
         for command in entry.commands:
             if isinstance(command, Step):
@@ -140,7 +141,7 @@ def used(run: pl.Run) -> dict[int, list[tuple[int, int]]]:
 @pytest.mark.parametrize("policy", [pl.sync(), pl.k_sync(6)], ids=["sync", "k_sync"])
 def test_every_sample_once_per_epoch_whoever_leaves(policy: Policy) -> None:
     """A worker is lost for good, another for a while: their tiles go on where they were."""
-    schedule = [
+    schedule: list[tuple[float, pl.protocol.Joined | pl.protocol.Left]] = [
         (7.3, pl.protocol.Left("w2")),
         (12.1, pl.protocol.Left("w4")),
         (30.2, pl.protocol.Joined("w4")),

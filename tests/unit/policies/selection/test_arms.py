@@ -36,7 +36,7 @@ def test_whole_times_and_those_cut_short() -> None:
 def test_censored_times_give_the_right_mean(weibull: float, scale: float, k: int) -> None:
     """Of 8 tasks the first k are awaited: left out, the rest makes the mean far too small."""
     rng = np.random.default_rng(3)
-    book, naive = arms(weibull), []
+    book, naive = arms(weibull), list[float]()
     for _ in range(2000):
         drawn = np.sort(scale * rng.weibull(weibull, 8))
         for i, seconds in enumerate(drawn):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import e, exp, log
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy import stats
 
 from paceline.policies.selection.arms import Times
@@ -92,7 +94,11 @@ def test_bounded_covers_whatever_the_law() -> None:
     And it says something: for most it is above a tenth of the mean.
     """
     rng = np.random.default_rng(5)
-    for draw in (lambda s: rng.random(s), lambda s: (rng.random(s) < 0.2).astype(float)):
+    laws: list[Callable[[tuple[int, int]], NDArray[np.float64]]] = [
+        lambda shape: rng.random(shape),
+        lambda shape: (rng.random(shape) < 0.2).astype(float),
+    ]
+    for draw in laws:
         drawn = draw((5000, 200))
         sums = Times(drawn.sum(1), (drawn**2).sum(1), np.full(5000, 200.0), np.zeros(5000))
         bound = Bounded(1.0).values(sums, exp(0.75), 0.0, rng)

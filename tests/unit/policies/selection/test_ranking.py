@@ -45,7 +45,7 @@ def test_the_best_candidates_are_found(means: list[float], busy: set[int], count
 
 def test_equal_figures_are_chosen_at_random_and_the_seed_decides() -> None:
     names = [f"w{i}" for i in range(30)]
-    chosen = {}
+    chosen: dict[int, list[tuple[str, ...]]] = {}
     for seed in (1, 1, 2):
         ranking = made(Greedy(), [1.0] * 30, seed)
         found = [tuple(ranking.best(round, names, names, 3, plain)) for round in range(40)]

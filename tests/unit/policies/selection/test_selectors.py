@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_a_bandit_tries_all_and_then_returns_to_the_quick() -> None:
     """Three workers, one task a step: who took 1 second is preferred to who took 5 or 6."""
     policy = pl.policies.MinWorkers(3, pl.bandit(1))
     (first,) = (t.worker for t in started(transcript(policy, joined("w0", "w1", "w2"), batch=4)))
-    script = [*joined("w0", "w1", "w2"), (5.0, Done(first))]
+    script: list[tuple[float, Event | Done]] = [*joined("w0", "w1", "w2"), (5.0, Done(first))]
     second = started(transcript(policy, script, batch=4))[1].worker
     script += [(6.0, Done(second))]
     third = started(transcript(policy, script, batch=4))[2].worker
@@ -71,7 +72,7 @@ def test_a_bandit_tries_all_and_then_returns_to_the_quick() -> None:
 
 
 def test_a_hedge_sends_a_spare_and_cancels_the_last() -> None:
-    script = [*joined("w0", "w1", "w2", "w3")]
+    script: list[tuple[float, Event | Done]] = [*joined("w0", "w1", "w2", "w3")]
     policy = pl.policies.MinWorkers(4, pl.bandit(2, hedge=1))
     tasks = started(transcript(policy, script, batch=6))
     assert len(tasks) == 3
@@ -114,7 +115,11 @@ def test_shares_follow_the_speed_and_make_up_the_batch() -> None:
     policy = pl.policies.MinWorkers(
         2, pl.policies.Gather(10, select=pl.selection.Allocate(pl.selection.Greedy()))
     )
-    script = [*joined("w0", "w1"), (1.0, Done("w0")), (4.0, Done("w1"))]
+    script: list[tuple[float, Event | Done]] = [
+        *joined("w0", "w1"),
+        (1.0, Done("w0")),
+        (4.0, Done("w1")),
+    ]
     first = {task.worker: task for task in started(transcript(policy, script, batch=21))[:2]}
     assert {task.work.shares for task in first.values()} == {5}
     assert sorted(task.samples for task in first.values()) == [10, 11]
@@ -132,7 +137,12 @@ def test_what_a_lost_worker_had_is_not_given_twice() -> None:
     policy = pl.policies.MinWorkers(
         3, pl.policies.Gather(9, select=pl.selection.Allocate(pl.selection.Greedy()))
     )
-    script = [*joined("w0", "w1", "w2"), (1.0, Done("w0")), (1.0, Left("w1")), (2.0, Done("w2"))]
+    script: list[tuple[float, Event | Done]] = [
+        *joined("w0", "w1", "w2"),
+        (1.0, Done("w0")),
+        (1.0, Left("w1")),
+        (2.0, Done("w2")),
+    ]
     entries = transcript(policy, script, batch=9)
     tasks = started(entries)
     assert [task.work.shares for task in tasks] == [3, 3, 3, 3]
@@ -140,13 +150,13 @@ def test_what_a_lost_worker_had_is_not_given_twice() -> None:
     entries = transcript(policy, [*script, (3.0, Done(tasks[3].worker))], batch=9)
     (step,) = (c for entry in entries for c in entry.commands if isinstance(c, Step))
     assert len(step.weights) == 3
-    assert sum(step.weights.values()) == pytest.approx(1.0)
+    assert sum(w for w in step.weights.values() if isinstance(w, float)) == pytest.approx(1.0)
 
 
 def test_a_result_counts_per_sample() -> None:
     """What a worker needed for 64 samples foretells what it needs for 4."""
     policy = pl.policies.MinWorkers(2, pl.bandit(pl.policies.Schedule({0: 1, 1: 2})))
-    script = [*joined("w0", "w1")]
+    script: list[tuple[float, Event | Done]] = [*joined("w0", "w1")]
     (task,) = started(transcript(policy, script, batch=8))
     script += [(2.0, Done(task.worker))]
     other = "w1" if task.worker == "w0" else "w0"
@@ -174,7 +184,7 @@ def test_what_was_lost_of_several_shares_is_redone_once() -> None:
 def test_what_was_lost_with_a_smaller_k_counts_for_what_it_is() -> None:
     """A whole batch, lost when k was 1, is all four shares of the next step, and not one more."""
     policy = pl.k_sync(pl.policies.Schedule({0: 1, 1: 4}))
-    script = [
+    script: list[tuple[float, Event | Done]] = [
         *joined("w0", "w1", "w2", "w3"),
         (1.0, Left("w0")),
         (2.0, Done("w1")),
@@ -341,7 +351,7 @@ def test_money_goes_where_the_work_is_cheap() -> None:
     delays = [pl.delays.Exponential(s) for s in (1.0, 3.0, 3.0)]
     favorites, dollars = {}, {}
     for minimize in ("time", "dollars"):
-        policy = pl.bandit(1, minimize=minimize)  # type: ignore[arg-type]
+        policy = pl.bandit(1, minimize=minimize)
         result = pl.Trainer(
             pl.learners.TimingOnly(8, message_bytes=1000),
             policy,
@@ -358,7 +368,7 @@ def test_money_goes_where_the_work_is_cheap() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def start(policy: Policy, **more: pl.Prices) -> Callable[[], object]:
+def start(policy: Policy, **more: Any) -> Callable[[], object]:
     trainer = pl.Trainer(pl.learners.TimingOnly(8), policy, pl.Simulator(4), progress=False, **more)
     return lambda: trainer.fit(steps=3)
 

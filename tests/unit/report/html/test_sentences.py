@@ -6,6 +6,7 @@ from pathlib import Path
 
 import paceline as pl
 from paceline.core.journal import read_entries, read_header
+from paceline.delays.models import Delay
 from paceline.report.html.collect import Record, collected
 from paceline.report.html.page import record_of
 from paceline.report.html.sentences import slowest, three, without_result
@@ -19,7 +20,7 @@ def golden(name: str) -> Record:
     return collected({"main": read_header(path)}, {"main": read_entries(path)})
 
 
-def ran(policy: pl.Policy, delays: list[pl.Delay], steps: int) -> Record:
+def ran(policy: pl.protocol.Policy, delays: list[Delay], steps: int) -> Record:
     learner = pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
     engine = pl.Simulator(len(delays), delays)
     return record_of(pl.Trainer(learner, policy, engine, progress=False).fit(steps=steps).journals)

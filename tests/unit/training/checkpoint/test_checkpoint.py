@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import paceline as pl
 from paceline.core.errors import CheckpointError
-from paceline.learners.base import Saved
+from paceline.learners.base import Array, Saved
 from paceline.training import checkpoint
 from paceline.training.checkpoint import Checkpoints, Snapshot, newest, read, write
 
@@ -23,7 +23,7 @@ FILES = ("manifest.json", "model.safetensors", "state.json", "state.safetensors"
 
 def snapshot(step: int = 3, engine: bool = True) -> Snapshot:
     server = Saved({"values": np.arange(4.0), "count": np.array(5)}, {"lr": 0.1})
-    arrays = {"model.0": np.ones((2, 3), dtype=np.float32), "values": np.zeros(0)}
+    arrays: dict[str, Array] = {"model.0": np.ones((2, 3), dtype=np.float32), "values": np.zeros(0)}
     return Snapshot(
         step,
         {"seed": 1, "policy": "Gather()"},

@@ -232,6 +232,9 @@ CODE = {"type": "Path", "items": ["was-executed"]}
 
 
 def changes() -> Iterator[tuple[str, Change]]:
+    more: dict[str, Any]
+    where: tuple[str | int, ...]
+    described: Any
     for name in FILES:
         for place in range(21):
             yield f"flip {name} {place}", partial(flip, name, place / 21)
@@ -296,11 +299,11 @@ def changes() -> Iterator[tuple[str, Change]]:
     ):  # fmt: skip
         yield f"{old} -> {new[:24]}", partial(text, old, new)
     for key in ("server/values", BUFFER):
-        yield f"no {key}", partial(arrays, FILES[3], lambda found, key=key: found.pop(key))
+        yield f"no {key}", partial(arrays, FILES[3], without(key))
         for how in ({"shape": (2,)}, {"dtype": np.float64}, {"shape": ()}, {"shape": (0, 3)}):
             yield f"{key} {how}", partial(arrays, FILES[3], reshape(key, **how))
     for other in ("0.weight", "2.bias"):
-        yield f"no {other}", partial(arrays, FILES[1], lambda found, key=other: found.pop(key))
+        yield f"no {other}", partial(arrays, FILES[1], without(other))
         yield f"zero {other}", partial(arrays, FILES[1], reshape(other))
         yield f"wide {other}", partial(arrays, FILES[1], reshape(other, dtype=np.float64))
     yield "more", partial(arrays, FILES[3], lambda f: f.update({"server/x": np.zeros(1)}))

@@ -74,7 +74,9 @@ def step_of(count: int) -> tuple[list[Slot], Step]:
         for i in range(count)
     ]
     rng = random.Random(1)
-    done = {i: [rng.uniform(0.3, 0.4) for _ in range(count)] for i in range(count)}
+    done: dict[int, Sequence[float]] = {
+        i: [rng.uniform(0.3, 0.4) for _ in range(count)] for i in range(count)
+    }
     return slots, Step(1, [1.0] * count, results, {}, model, done=done)
 
 
