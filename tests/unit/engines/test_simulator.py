@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -39,6 +38,7 @@ from paceline.delays.models import Delay
 from paceline.engines.base import Job
 from paceline.learners.base import Learner, Saved
 from tests.conftest import vector_of
+from tests.policies import POLICIES
 
 
 def train(learner: Learner, policy: Policy, engine: pl.Simulator, **ends: Any) -> pl.Run:
@@ -381,14 +381,6 @@ LEARNERS: dict[str, Learner] = {
     "Quadratic": pl.learners.Quadratic((1.0, 0.2), noise=0.5, batch_size=12),
     "Logistic": LOGISTIC,
     "Timing": pl.learners.TimingOnly(batch_size=12, message_bytes=100),
-}
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "sync": pl.sync,
-    "k_async": lambda: pl.k_async(2),
-    "asynchronous": pl.asynchronous,
-    "ringmaster": lambda: pl.ringmaster(2, stops=False),
-    "rennala": lambda: pl.rennala(5),
-    "deadline": lambda: pl.deadline(1.0),
 }
 
 

@@ -29,6 +29,7 @@ from paceline.core.protocol import (
 )
 from paceline.report.metrics import TOTALS, Meter
 from paceline.report.text import in_bytes, in_dollars, summary
+from tests.policies import POLICIES
 
 BY_WORKER = pl.Prices(
     {"w0": 3600.0, "w1": 7200.0, "w2": 10800.0},  # 1, 2 and 3 dollars a second
@@ -194,14 +195,6 @@ def test_what_is_in_flight_at_a_resume_is_paid_from_then_on() -> None:
 
 # --- whole runs ----------------------------------------------------------------------------------
 
-POLICIES: dict[str, Policy] = {
-    "sync": pl.sync(),
-    "k_sync": pl.k_sync(2),
-    "k_async": pl.k_async(2),
-    "asynchronous": pl.asynchronous(2),
-    "rennala": pl.rennala(5),
-    "ringmaster": pl.ringmaster(2),
-}
 FOUR = pl.Prices(
     {f"w{i}": 3600.0 * (i + 1) for i in range(4)}, {f"w{i}": 1e6 * i for i in range(4)}
 )
@@ -256,7 +249,7 @@ def recounted(journal: Journal, second: Mapping[str, float], message: Mapping[st
 @pytest.mark.parametrize("interrupts", [True, False])
 @pytest.mark.parametrize("name", POLICIES)
 def test_counted_again_task_by_task_it_is_the_same(name: str, interrupts: bool) -> None:
-    run = fitted(POLICIES[name], interrupts=interrupts)
+    run = fitted(POLICIES[name](), interrupts=interrupts)
     meter, size = run.meter, run.meter.message_bytes
     assert size > 0 and meter.lost > 0
     workers = [f"w{i}" for i in range(4)]
@@ -273,7 +266,7 @@ def test_counted_again_task_by_task_it_is_the_same(name: str, interrupts: bool) 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_row_has_the_totals_at_the_moment_of_its_step(name: str) -> None:
-    run = fitted(POLICIES[name])
+    run = fitted(POLICIES[name]())
     rows: list[dict[str, float]] = []
     meter = Meter.begin(run.journal.header)
     for entry in run.journal:

@@ -17,11 +17,11 @@ import paceline as pl
 from paceline.cli.app import app
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished, Interrupted
-from paceline.core.state import describe
 from paceline.report.html.collect import Record
 from paceline.report.html.page import brief, page, record_of
 from paceline.report.html.tables import forecast_rows
 from paceline.report.words import in_time
+from tests.policies import POLICIES
 
 DELAYS = [pl.delays.ShiftedExponential(0.1, 0.02)] * 3 + [pl.delays.Fixed(1.0)]
 SECTIONS = ["what", "loss", "timeline", "slow", "steps", "parts", "forecast", "again"]
@@ -105,13 +105,10 @@ def paceline() -> Callable[..., Result]:
     return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_the_page_has_the_figures_of_the_meter(policy: pl.protocol.Policy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_page_has_the_figures_of_the_meter(policy: str, tmp_path: Path) -> None:
     prices = pl.Prices(per_hour=1.0, per_gigabyte=5.0)
-    run = ran(policy, prices=prices, journal=tmp_path / "run.jsonl")
+    run = ran(POLICIES[policy](), prices=prices, journal=tmp_path / "run.jsonl")
     path = run.report(tmp_path / "deep" / "run.html")
     found = check(path.read_text(encoding="utf-8"))
     words, meter = found.words, run.meter

@@ -10,11 +10,11 @@ from hypothesis import given
 import paceline as pl
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished
-from paceline.core.state import describe
 from paceline.policies.wrappers import MinWorkers
 from paceline.report.metrics import Meter
 from paceline.report.workers import Span
 from paceline.testing import legal_histories
+from tests.policies import POLICIES
 
 LEARNER = pl.learners.Quadratic(curvature=(1.0, 0.1), noise=1.0, batch_size=16)
 DELAYS = [pl.delays.ShiftedExponential(0.1, 0.02)] * 3 + [pl.delays.Fixed(1.0)]
@@ -36,12 +36,9 @@ def spans_of(journal: Journal) -> tuple[Meter, list[Span]]:
     return meter, spans
 
 
-POLICIES = [pl.sync(), pl.k_sync(3), pl.k_async(2), pl.rennala(6), pl.ringmaster(4), pl.bandit(2)]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_tallies_add_up_to_the_run(policy: pl.protocol.Policy) -> None:
-    run = ran(policy, prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tallies_add_up_to_the_run(policy: str) -> None:
+    run = ran(POLICIES[policy](), prices=pl.Prices(per_hour=1.0, per_gigabyte=5.0))
     meter, tallies = run.meter, run.meter.workers
     assert set(tallies) == {"w0", "w1", "w2", "w3"}
     for name in ("started", "used", "cancelled", "discarded", "lost", "down_bytes", "up_bytes"):
@@ -105,9 +102,9 @@ def test_a_slow_worker_who_is_never_awaited_works_for_nothing() -> None:
     assert slow.used == 0 and slow.share_used(now) == 0.0 and slow.cancelled > 50
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=describe)
-def test_every_task_is_told_of_once(policy: pl.protocol.Policy) -> None:
-    run = ran(policy)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_task_is_told_of_once(policy: str) -> None:
+    run = ran(POLICIES[policy]())
     meter, spans = spans_of(run.journal)
     told = [span.task.id for span in [*spans, *meter.unsettled()]]
     assert len(told) == len(set(told)) == meter.started

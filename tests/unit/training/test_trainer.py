@@ -33,20 +33,14 @@ from paceline.core.protocol import (
 from paceline.delays.models import Delay
 from paceline.learners.base import Learner
 from paceline.report.metrics import TOTALS
+from tests import policies
 
 POLICIES: dict[str, Policy] = {
-    "sync": pl.sync(),
+    **{name: make() for name, make in policies.POLICIES.items()},
     "sync(3)": pl.sync(shares=3),
-    "k_sync": pl.k_sync(2),
-    "k_async": pl.k_async(2),
-    "asynchronous": pl.asynchronous(),
     "asynchronous(2)": pl.asynchronous(2, damping=False),
-    "rennala": pl.rennala(5),
-    "ringmaster": pl.ringmaster(2),
-    "ringmaster without stops": pl.ringmaster(2, stops=False),
     "local_sgd": pl.local_sgd(2),
-    "deadline": pl.deadline(1.0),
-    "bandit": pl.bandit(2, hedge=1, window=4, index=pl.selection.KL(shape=4.0)),
+    "hedged": pl.bandit(2, hedge=1, window=4, index=pl.selection.KL(shape=4.0)),
     "thompson": pl.bandit(2, index=pl.selection.Thompson(), discount=0.8),
     "ata": pl.ata(2, index=pl.selection.LCB(scale=2.0)),
     "growing": pl.k_sync(pl.policies.GrowOnNoise(1, 4, memory=3, lag=2), samples=8),
