@@ -142,6 +142,6 @@ def test_nodes_that_are_all_silent_are_not_waited_for() -> None:
         callbacks=[pause],
         progress=False,
     )
-    with pytest.raises(NodesLost, match="none of 3 nodes answered for 4 s"):
+    with pytest.raises(NodesLost, match="none of 3 nodes answered within the timeout of 4 s"):
         trainer.fit(steps=10**6)
     assert len(pause.paused) == 3

@@ -41,14 +41,14 @@ def _told(error: Exception) -> str:
     if isinstance(error, _EXPECTED) and text:
         return text
     return (
-        f"{type(error).__name__}: {text}: this is a fault of Paceline; please report it with what "
-        "`paceline --debug …` prints"
+        f"{type(error).__name__}: {text}: this is a bug in Paceline; please report it with the "
+        "output of `paceline --debug …`"
     )
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="paceline")
-@click.option("--debug", is_flag=True, help="Show where an error comes from.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def app(debug: bool) -> None:
     """Train one model on unequal, unreliable, far-apart machines.
 

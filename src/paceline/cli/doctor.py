@@ -40,14 +40,18 @@ class Finding:
 
 
 @click.command()
-@click.option("--address", help="Of a running cluster, or auto; by default one is started here.")
-@click.option("--workers", type=click.IntRange(min=1), help="How many to start and measure.")
+@click.option(
+    "--address", help="Address of a running cluster, or auto; by default a cluster is started here."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Number of workers to start and measure."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1),
     default=60.0,
     show_default=True,
-    help="Seconds for the cluster to answer.",
+    help="Seconds that the cluster has to answer.",
 )
 @json_option
 def doctor(address: str | None, workers: int | None, timeout: float, as_json: bool) -> None:
@@ -114,7 +118,7 @@ def answer_of(command: Sequence[str], seconds: float) -> dict[str, Any]:
         answer = None
     if isinstance(answer, dict):
         return answer
-    return {"error": f"Ray ended with code {process.returncode} and without an answer"}
+    return {"error": f"Ray exited with code {process.returncode} and gave no answer"}
 
 
 # --- findings ----------------------------------------------------------------------------------
@@ -145,12 +149,14 @@ def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
     free, shared = mine["free_memory"], mine["shared_memory"]
     text = f"{mine['cores']} cores, {_size(free)} of {_size(mine['memory'])} memory free"
     if free is not None and free < ROOM:
-        yield Finding("warning", text, "end what needs memory: a cluster here takes 1 GiB")
+        yield Finding(
+            "warning", text, "end processes that use much memory: a cluster here needs 1 GiB"
+        )
     else:
         yield Finding("ok", text)
     if shared is not None and shared < ROOM:
-        fix = "give it more: docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
-        yield Finding("warning", f"{_size(shared)} of shared memory free, Ray wants 1 GiB", fix)
+        fix = "enlarge /dev/shm: docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
+        yield Finding("warning", f"{_size(shared)} of shared memory free, Ray needs 1 GiB", fix)
     elif shared is not None:
         yield Finding("ok", f"{_size(shared)} of shared memory free")
     threads = mine["threads"]
@@ -160,7 +166,9 @@ def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
         fix = f"export {many[0]}={mine['cores']}, or less"
         yield Finding("warning", f"{text}: more threads than cores", fix)
     else:
-        yield Finding("ok", text or "threads are not limited here; Ray limits those of workers")
+        yield Finding(
+            "ok", text or "no thread limit is set here; Ray limits the threads of workers"
+        )
 
 
 def of_cluster(
@@ -169,10 +177,10 @@ def of_cluster(
     """Yield the findings on the answer of a cluster, or on its missing answer."""
     if "error" in cluster:
         fix = (
-            "on the head: ray start --head --port 6379; here: --address HOST:6379, a port that no "
-            "firewall closes, and the same RAY_AUTH_MODE and token"
+            "on the head: ray start --head --port 6379; here: --address HOST:6379, a port that "
+            "no firewall blocks, and the same RAY_AUTH_MODE and token"
             if address
-            else "try `ray start --head`, which says more"
+            else "run `ray start --head`, which prints the cause"
         )
         yield Finding("error", f"Ray: {cluster['error']}", fix)
         return
@@ -193,14 +201,15 @@ def _authentication(cluster: Mapping[str, Any]) -> Finding:
     if cluster["started"]:
         return Finding(
             "warning",
-            "not authenticated: Ray listens on all addresses of this machine, although its node is "
-            "on loopback, and whoever reaches a port can run code",
-            "unset RAY_AUTH_MODE, which here is token by default, or close the ports",
+            "not authenticated: Ray listens on all addresses of this machine, although its node "
+            "is on loopback; any process that reaches a port can run code",
+            "unset RAY_AUTH_MODE (the default here is token), or close the ports",
         )
     return Finding(
         "warning",
-        "not authenticated: whoever reaches a port of the cluster can run code on it",
-        "ray get-auth-token --generate, the same token on all machines, and RAY_AUTH_MODE=token",
+        "not authenticated: any process that reaches a port of the cluster can run code on it",
+        "run ray get-auth-token --generate, copy the token to all machines, and set "
+        "RAY_AUTH_MODE=token",
     )
 
 
@@ -213,7 +222,7 @@ def _versions(workers: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[F
             told = ", ".join(f"{worker} {others[worker]}" for worker in differing[:4])
             level: Literal["error", "warning"] = "warning" if name == "numpy" else "error"
             fix = f"install {name} {here} there" if name != "python" else f"use Python {here} there"
-            yield Finding(level, f"{name} is {here} here, and otherwise: {told}", fix)
+            yield Finding(level, f"{name} is {here} here, but differs on workers: {told}", fix)
 
 
 def _threads(workers: Mapping[str, Any]) -> Iterator[Finding]:
@@ -246,7 +255,8 @@ def _speeds(workers: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{slow} is {times:.1f} times as slow as {quick}",
-            "do not wait for it: `paceline profile` and `paceline plan` say which policy pays",
+            "use a policy that does not wait for it: `paceline profile` and `paceline plan` "
+            "choose one",
         )
 
 
@@ -275,4 +285,4 @@ def _release(version: str) -> tuple[int, ...]:
 def _size(count: int | None) -> str:
     from paceline.report.text import in_bytes
 
-    return "an unknown part" if count is None else in_bytes(count)
+    return "an unknown amount" if count is None else in_bytes(count)

@@ -64,7 +64,7 @@ def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
     if isinstance(node, ast.Name) and node.id in outer:
         raise ValueError(f"{text!r} lacks its arguments; write {node.id}(…), or {node.id}()")
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise ValueError(f"{text!r} is no call of {', '.join(sorted(outer))}")
+        raise ValueError(f"{text!r} is not a call; call one of {', '.join(sorted(outer))}")
     if node.func.id not in outer:
         raise ValueError(f"{node.func.id!r} is unknown; known are {', '.join(sorted(outer))}")
     return _build(node, text)
@@ -74,7 +74,7 @@ def parsed(text: str) -> ast.expr:
     """Return the syntax tree of an expression; nothing of it is executed."""
     try:
         if len(text) > _LONGEST:
-            raise ValueError(f"an expression may have {_LONGEST} characters, and not {len(text)}")
+            raise ValueError(f"the expression has {len(text)} characters; use at most {_LONGEST}")
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} cannot be read: {error}; write it as in Python") from None
@@ -102,7 +102,7 @@ def _build(node: ast.expr, text: str) -> Any:
             known = ", ".join(sorted(POLICIES | _PARTS | CODECS))
             raise ValueError(f"{name!r} in {text!r} is unknown; known are {known}")
     raise ValueError(
-        f"{ast.unparse(node)!r} in {text!r}: use numbers, texts, lists, and calls of known names"
+        f"{ast.unparse(node)!r} in {text!r}: use numbers, strings, lists, and calls of known names"
     )
 
 

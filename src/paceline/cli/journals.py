@@ -106,7 +106,9 @@ def read_record(
     from paceline.report.html.collect import collected, named
 
     if len(set(paths)) < len(paths):
-        raise ValueError("a journal is given twice; give one of each node of a run")
+        raise ValueError(
+            "the same journal is given twice; give one journal for each node of the run"
+        )
     headers = {}
     for path in paths:
         with _journal(path):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FLEET = click.Path(exists=True, dir_okay=False, path_type=Path)
 _RATE = click.FloatRange(min=0, min_open=True)
 
-target_option = click.option("--target", type=float, required=True, help="The loss to be reached.")
+target_option = click.option("--target", type=float, required=True, help="The loss to reach.")
 
 
 @click.command()
@@ -27,11 +27,13 @@ target_option = click.option("--target", type=float, required=True, help="The lo
     type=click.Choice(["time", "dollars", "bytes"]),
     default="time",
     show_default=True,
-    help="What shall be least.",
+    help="The quantity to minimize.",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Plan for the first so many only.")
+@click.option("--workers", type=click.IntRange(min=1), help="Plan for the first N workers only.")
 @click.option(
-    "--learning-rate", type=_RATE, help="The one to stay with; by default the best is looked for."
+    "--learning-rate",
+    type=_RATE,
+    help="A fixed learning rate; by default the plan searches for the best.",
 )
 @json_option
 def plan(
@@ -78,7 +80,7 @@ def plan(
 @target_option
 @click.option("--learning-rate", type=_RATE, required=True, help="Momentum included: lr / (1 - β).")
 @click.option(
-    "--codec", callback=codec_given, metavar="CODEC", help='Of results, such as "Int8()".'
+    "--codec", callback=codec_given, metavar="CODEC", help='Codec of results, such as "Int8()".'
 )
 @click.option(
     "--seeds", type=click.IntRange(min=1), default=8, show_default=True, help="Simulated runs."

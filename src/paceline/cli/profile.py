@@ -56,7 +56,7 @@ def hourly(
     type=click.FloatRange(min=0, min_open=True),
     default=120.0,
     show_default=True,
-    help="How long to measure the loss and its curvature at most.",
+    help="Limit for measuring the loss and its curvature.",
 )
 @click.option(
     "--floor", type=float, default=0.0, show_default=True, help="The loss of the best model."
@@ -85,7 +85,9 @@ def profile(
     that this command does not know, and all after --, go to the script.
     """
     if not output.resolve().parent.is_dir():
-        raise ValueError(f"there is no folder {output.parent} to write {output.name} to; make it")
+        raise ValueError(
+            f"the folder {output.parent} does not exist; create it, or give another -o"
+        )
     spare_journal(output)
 
     def measure(made: Setup) -> Profile:
@@ -120,7 +122,7 @@ def profile(
     for note in found.notes:
         click.echo(f"note: {note}")
     if found.unknown:
-        click.echo(f"note: a plan will be by the time per step only: {found.unknown}")
+        click.echo(f"note: a plan will compare the time per step only: {found.unknown}")
     click.echo(f"saved {output}; next: paceline plan {output} --target LOSS")
 
 

@@ -123,7 +123,7 @@ def at_first_fit(script: Path, args: Sequence[str], action: Callable[[Setup], T]
         raise instead.failed[0]
     if not instead.done:
         raise ValueError(
-            f"{script} ended without a Trainer whose fit() is called; give a script that trains, "
-            "with the arguments it needs"
+            f"{script} ended without a call of Trainer.fit(); give a script that trains, with the "
+            "arguments it needs"
         )
     return instead.done[0]

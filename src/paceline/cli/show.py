@@ -49,7 +49,7 @@ def spare_journal(output: Path) -> None:
         read_header(output)
     except (ValueError, TypeError):
         return  # it is no journal
-    raise ValueError(f"{output} is a journal, and would be lost; give another name to -o")
+    raise ValueError(f"{output} is a journal and would be overwritten; give -o another name")
 
 
 def say(text: str) -> None:

@@ -34,7 +34,7 @@ def train(script: Path, args: tuple[str, ...], live: bool, as_json: bool) -> Non
     if as_json:
         print_json({"runs": seen.runs})
     elif seen.last is None:
-        say(f"{script} ended without a Trainer whose fit() is called")
+        say(f"{script} ended without a call of Trainer.fit()")
     elif not seen.summarized:
         click.echo(seen.last.summary())
     if code or seen.failed:

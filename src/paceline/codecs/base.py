@@ -134,7 +134,10 @@ class Stateless:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            raise ValueError(f"{self.codec} remembers nothing, but was given {sorted(state)}")
+            raise ValueError(
+                f"{self.codec} has no state, but was given {sorted(state)}; load it into the "
+                "codec that saved it"
+            )
 
 
 def checked(vector: Tensor) -> Tensor:

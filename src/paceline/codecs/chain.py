@@ -54,8 +54,9 @@ class Chain:
     def sender(self, size: int) -> Sender:
         if not isinstance(self.second.sender(self.first.count(size)), Stateless):
             raise ValueError(
-                f"{self.second} remembers places, which change from message to message in a chain; "
-                "put it around the chain, as in Feedback(Chain(...)), or first"
+                f"{self.second} keeps state for each position, and positions change from message "
+                "to message in a chain; put it first, or around the chain, as in "
+                "Feedback(Chain(...))"
             )
         first = self.first.sender(size)
         return Stateless(self) if isinstance(first, Stateless) else _ChainSender(self, first)
@@ -90,8 +91,8 @@ class _ChainSender:
 def _valued(chain: Chain) -> Valued:
     if not isinstance(chain.second, Valued):
         raise ValueError(
-            f"{chain} sends no floating-point numbers that another codec could encode; "
-            "put what ends in whole numbers last"
+            f"{chain} sends no floating-point numbers that another codec could encode; put the "
+            "codec that sends whole numbers last"
         )
     return chain.second
 

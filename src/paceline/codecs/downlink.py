@@ -81,11 +81,11 @@ def check_memoryless(codec: Codec, name: str) -> None:
     """Refuse a codec with a memory or an unbounded error: a public copy can use neither."""
     if isinstance(codec, Feedback | DeepGradient | TwoEnded):
         raise ValueError(
-            f"{name}={codec}: differences to a public copy hold what was left out already; give "
-            "the codec without its memory"
+            f"{name}={codec}: the messages here are differences, which already include what "
+            "earlier messages left out; give the codec without error feedback"
         )
     if expands(codec):
         raise ValueError(
-            f"{name}={codec}: it may miss by more than it was given, and a public copy would never "
-            "come near the model; use scaled=False"
+            f"{name}={codec}: its error may exceed its input, so copies of the model would not "
+            "converge to the model; use scaled=False"
         )

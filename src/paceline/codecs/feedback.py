@@ -36,11 +36,11 @@ class Feedback:
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, Feedback | DeepGradient):
-            raise ValueError(f"{self.codec} remembers by itself; use it without Feedback")
+            raise ValueError(f"{self.codec} has error feedback already; use it without Feedback")
         if expands(self.codec):
             raise ValueError(
-                f"{self.codec} may miss by more than it was given, and the memory would grow "
-                "without bound; use scaled=False"
+                f"the error of {self.codec} may exceed its input, so the memory of Feedback would "
+                "grow without bound; use scaled=False"
             )
 
     def encode(self, vector: Tensor, key: int) -> Message:
@@ -213,9 +213,12 @@ def expands(codec: Codec) -> bool:
 
 def _check(vector: Tensor, size: int, rate: float) -> None:
     if vector.numel() != size:
-        raise ValueError(f"a vector of {vector.numel()} for a sender of vectors of {size}")
+        raise ValueError(
+            f"the vector has {vector.numel()} values, and this sender takes {size}; make a sender "
+            "for each size"
+        )
     if not (rate >= 0 and isfinite(rate)):
-        raise ValueError(f"rate={rate}: a learning rate is finite and not below 0")
+        raise ValueError(f"rate={rate}: use a finite learning rate >= 0")
 
 
 def finite(vector: Tensor) -> bool:

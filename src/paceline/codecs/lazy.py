@@ -44,15 +44,15 @@ class Lazy:
     def __post_init__(self) -> None:
         if isinstance(self.codec, Feedback | DeepGradient | Lazy):
             raise ValueError(
-                f"{self.codec} remembers by itself, and differences hold what was left out "
-                "already; give Lazy the codec without its memory"
+                f"{self.codec} has error feedback, and the differences of Lazy already include "
+                "what earlier messages left out; give Lazy the codec without error feedback"
             )
         if self.codec is None:
             return
         if expands(self.codec):
             raise ValueError(
-                f"{self.codec} may miss by more than it was given, and differences would grow "
-                "without bound; use scaled=False"
+                f"the error of {self.codec} may exceed its input, so the differences of Lazy "
+                "would grow without bound; use scaled=False"
             )
         check_partial(self.codec, self.trigger)
 
@@ -73,8 +73,8 @@ class Lazy:
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            f"{self} needs a memory at both ends, which Trainer(codec=…) has: give it there by "
-            "itself, and use Feedback elsewhere"
+            f"{self} needs state at sender and receiver, which only Trainer(codec=…) keeps: give "
+            "it there directly, and use Feedback elsewhere"
         )
 
 
@@ -92,8 +92,8 @@ class Known:
         number, whole = told.tolist()
         if number != self.number + 1:
             raise RuntimeError(
-                f"message {number} of a worker came after {self.number}, so that the two ends "
-                "differ: an engine's fault"
+                f"message {number} of a worker arrived after message {self.number}, so sender and "
+                "receiver differ; this is a bug in the engine"
             )
         self.number = number
         named = np.unpackbits(bits.numpy(), count=len(self._sizes)).tolist()
@@ -167,7 +167,7 @@ class LazySender:
             figures["change"] = self._norms(change)
         if "move" in wants:
             if model is None:
-                raise ValueError(f"{self._trigger} has to be shown the model; give model=")
+                raise ValueError(f"{self._trigger} needs the model; give model=")
             before, self._model = self._model, model
             figures["move"] = self._norms(model - (model if before is None else before))
         return self._trigger.fires(number, figures, self._sizes, rate)

@@ -72,7 +72,10 @@ class LowRank:
     def _layouts(self, size: int) -> Iterator[_Layout]:
         total = sum(prod(shape) for shape in self.shapes)
         if total != size:
-            raise ValueError(f"a vector of {size} for shapes of {total} numbers in all")
+            raise ValueError(
+                f"the vector has {size} values and the shapes have {total}; give the shapes of "
+                "the trained tensors"
+            )
         low = 0
         for shape in self.shapes:
             yield _Layout.of(shape, low, self.rank)

@@ -30,7 +30,8 @@ def unpacked_bits(packed: Tensor, size: int) -> Tensor:
     """Return the `size` truth values in packed bits."""
     if packed.numel() != -(-size // 8):
         raise ValueError(
-            f"{packed.numel()} bytes of bits, where a vector of {size} has {-(-size // 8)}"
+            f"{packed.numel()} bytes of bits, where a vector of {size} has {-(-size // 8)}; "
+            "decode with the size that was encoded"
         )
     bits = np.unpackbits(packed.cpu().numpy(), count=size, bitorder="little")
     return torch.from_numpy(bits).view(torch.bool).to(packed.device)

@@ -76,7 +76,10 @@ class TopK:
     def _spans(self, size: int) -> Iterator[tuple[int, int]]:
         sizes = (size,) if self.sizes is None else self.sizes
         if sum(sizes) != size:
-            raise ValueError(f"a vector of {size} for tensors of {sum(sizes)} numbers in all")
+            raise ValueError(
+                f"the vector has {size} values and the tensors have {sum(sizes)}; give the sizes "
+                "of the trained tensors"
+            )
         low = 0
         for length in sizes:
             yield low, low + length

@@ -95,7 +95,10 @@ class Uplink:
         if not isinstance(self._codec, TwoEnded):
             return self._codec.sender(size)
         if size != self._trained:
-            raise ValueError(f"{self._codec} is for results that are not cut into slices")
+            raise ValueError(
+                f"{self._codec} cannot encode results that are cut into slices; use "
+                "Ray(servers='driver')"
+            )
         return self._codec.whole_sender(self._tensors or [size])
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
@@ -171,7 +174,7 @@ def _parted(packed: Bytes, rest: Span) -> tuple[Message, Tensor]:
     *parts, tail = message.parts
     if tail.numel() != rest[1] - rest[0]:
         raise ValueError(
-            f"a message with {tail.numel()} numbers behind the trained ones, where the slice "
-            f"has {rest[1] - rest[0]}"
+            f"the message has {tail.numel()} values after the trained ones, where the slice has "
+            f"{rest[1] - rest[0]}"
         )
     return Message(tuple(parts), message.rate), tail

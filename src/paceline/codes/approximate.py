@@ -170,7 +170,7 @@ def graph(n: int, copies: int, stragglers: int, seed: int = 0) -> LeastSquares:
     stragglers and to the worst ones (Glasgow and Wootters, 2020, arXiv 2006.09638).
     """
     if copies < 1 or 2 * n % copies:
-        raise ValueError(f"n={n}, copies={copies}: {2 * n} ends of edges must be shared evenly")
+        raise ValueError(f"n={n}, copies={copies}: copies must be >= 1 and divide 2 n = {2 * n}")
     holders: list[list[int]] = [[] for _ in range(2 * n // copies)]
     for edge, vertices in enumerate(regular_graph(2 * n // copies, copies, seed)):
         for vertex in vertices:

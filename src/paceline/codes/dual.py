@@ -65,7 +65,9 @@ class Placed:
         s, m = self.stragglers, self.messages
         holders = tuple(tuple(sorted(rows)) for rows in self.holders)
         if s < 0 or m < 1 or not holders:
-            raise ValueError(f"stragglers={s}, messages={m}: use s >= 0, m >= 1, some parts")
+            raise ValueError(
+                f"stragglers={s}, messages={m}: use s >= 0, m >= 1 and at least one part"
+            )
         for part, rows in enumerate(holders):
             check_rows(rows, self.n)
             if len(set(rows)) < max(len(rows), s + m):
@@ -89,8 +91,8 @@ class Placed:
         dual = min(duals, key=lambda dual: dual.gain)
         if dual.gain > WORST:
             raise ValueError(
-                f"no draw for this placement is usable, at best errors grow {dual.gain:.1e}-fold; "
-                "use fewer stragglers, or other seeds"
+                "no random code for this placement is usable: at best, errors grow "
+                f"{dual.gain:.1e}-fold; use fewer stragglers, or other seeds"
             )
         for name in ("seed", "frame", "gain", "condition"):
             object.__setattr__(self, name, getattr(dual, name))
@@ -122,14 +124,14 @@ class Placed:
         missing = np.flatnonzero(~here[used])
         if missing.size > self.stragglers:
             raise NotDecodable(
-                f"{missing.size} rows are missing, from row {used[missing[0]]} on; any "
-                f"{self.stragglers} of the {used.size} may be"
+                f"{missing.size} of {used.size} rows are missing, the first is row "
+                f"{used[missing[0]]}; this code decodes if at most {self.stragglers} are missing"
             )
         weights = self._dual.weights(missing)
         if weights is None:
             raise NotDecodable(
                 f"rows {', '.join(map(str, used[missing].tolist()))} are missing, and without "
-                f"them the draw seed={self.seed} is too ill-conditioned; use another seed"
+                f"them the code of seed={self.seed} is too ill-conditioned; use another seed"
             )
         answered = here[used]
         return dict(

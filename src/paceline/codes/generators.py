@@ -157,7 +157,10 @@ def _screened(d: int, m: int, candidates: Iterable[Floats]) -> Matrix:
     found = ((_worst(g, m), g) for g in islice(candidates, affordable))
     condition, chosen = min(found, key=lambda pair: pair[0])
     if condition > WORST:
-        raise ValueError(f"no draw for d={d}, m={m} is below condition {WORST:.0e}; add seeds")
+        raise ValueError(
+            f"no random generator for d={d}, m={m} has a condition number below {WORST:.0e}; try "
+            "more seeds"
+        )
     return matrix(chosen)
 
 

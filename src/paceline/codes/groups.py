@@ -108,7 +108,7 @@ def _explain(short: list[int], patterns: list[int], code: Grouped) -> str:
     return (
         f"rows {', '.join(map(str, missing))} of group {group} (rows {group * d} to "
         f"{group * d + d - 1}) are missing{others}; a group decodes when any {code.stragglers} "
-        "are missing, and some more only if what remains has full rank"
+        "are missing, and with more missing only if the remaining rows have full rank"
     )
 
 

@@ -37,8 +37,8 @@ class Beside:
     def __post_init__(self) -> None:
         if self.first.messages != self.second.messages:
             raise ValueError(
-                f"messages of 1/{self.first.messages} beside 1/{self.second.messages}: "
-                "use codes of the same m"
+                f"the two codes have messages={self.first.messages} and "
+                f"messages={self.second.messages}; use codes of the same m"
             )
 
     @property

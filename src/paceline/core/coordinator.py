@@ -120,8 +120,8 @@ def replayed(policy: Policy, journal: Journal) -> Iterator[Entry]:
     if header.state is not None:
         if describe(policy) != header.policy:
             raise ValueError(
-                f"the journal continues a run of {header.policy}, whose state does not "
-                f"fit {describe(policy)}"
+                f"the journal continues a run of {header.policy}, whose state does not fit "
+                f"{describe(policy)}; give the policy of that run"
             )
         coordinator.load(header.state)
     for entry in journal:

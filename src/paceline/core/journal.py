@@ -90,8 +90,8 @@ class Journal:
             return True
         except OSError as error:
             logger.warning(
-                "the journal %s ends here, and the run goes on without it: %s; make room, or give "
-                "a path on another disk", self.path, error,
+                "the journal %s cannot be written, and the run continues without it: %s; free "
+                "disk space, or give a path on another disk", self.path, error,
             )  # fmt: skip
             self.close()
             return False

@@ -157,13 +157,13 @@ class Ledger:
                 return Start(self._stamp(command))
             case Cancel(id):
                 if id not in self.running:
-                    raise self._error(command, "it is not running")
+                    raise self._error(command, "this task is not running")
                 task = self._end(id)
                 self._give_back(task, task.samples * task.work.steps)
                 self._refresh(task.worker)
             case Discard(id):
                 if id not in self.held:
-                    raise self._error(command, "it is not held")
+                    raise self._error(command, "no result of this task is held")
                 self._give_back(self.held[id].task, self.held[id].samples)
                 self._release(id)
             case Step(weights, _, keep):
@@ -175,7 +175,7 @@ class Ledger:
                         self._release(id)
             case SetTimer(name, at):
                 if at <= self.now:
-                    raise self._error(command, f"it is already {self.now:g}")
+                    raise self._error(command, f"the time is already {self.now:g}")
                 if at == inf:
                     self.timers.pop(name, None)
                 else:
@@ -184,10 +184,12 @@ class Ledger:
                 self.stopped = reason
             case Send(to):
                 if self.node == MAIN or self.node in to or not to:
-                    raise self._error(command, "only a peer sends, and to others")
+                    raise self._error(
+                        command, "only a node of a decentralized run sends, and only to other nodes"
+                    )
                 self.copies[self.node] = self.version
             case Start():
-                raise self._error(command, "policies assign; the ledger starts")
+                raise self._error(command, "only the ledger makes Start; use Assign")
         return command
 
     def restore(self, data: Mapping[str, Any]) -> None:
@@ -237,13 +239,21 @@ class Ledger:
             if work.tiles is not None:
                 samples = sum(work.tiles.values())
                 if work.parts is not None or min(work.tiles.values(), default=0) < 1:
-                    raise self._error(command, "each tile gives at least one sample, and no parts")
+                    raise self._error(
+                        command,
+                        "each data shard in tiles= needs at least one sample, and parts= must be "
+                        "None",
+                    )
                 if work.samples not in (None, samples):
-                    raise self._error(command, f"its tiles give {samples} samples")
+                    raise self._error(
+                        command, f"the data shards in tiles= have {samples} samples together"
+                    )
             if min(samples, work.steps, work.shares) < 1:
                 raise self._error(command, "a task needs at least one sample, step and share")
             if work.parts is not None and not all(0 <= j < work.n_parts for j in work.parts):
-                raise self._error(command, f"the samples are cut into {work.n_parts} parts")
+                raise self._error(
+                    command, f"the samples have {work.n_parts} parts; use 0 to {work.n_parts - 1}"
+                )
             tile_offsets: tuple[int, ...] = ()
             if work.tiles is not None:
                 offset, tile_offsets = (
@@ -273,13 +283,13 @@ class Ledger:
 
     def _check_step(self, command: Step) -> None:
         if not command.weights and not command.mix:
-            raise self._error(command, "it uses no result")
+            raise self._error(command, "the step uses no result")
         if unknown := [id for id in command.weights if id not in self.held]:
             raise self._error(command, f"results not held: {unknown}")
         if empty := [id for id in command.weights if not self.held[id].samples]:
-            raise self._error(command, f"results of no sample: {empty}; discard them")
+            raise self._error(command, f"results without samples: {empty}; discard them")
         if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
-            raise self._error(command, f"no copy of {unknown_peers}")
+            raise self._error(command, f"no copy of the models of {unknown_peers}")
         if not all(map(isfinite, command.mix.values())):
             raise self._error(command, "a weight of a copy is not finite")
         for weight in command.weights.values():

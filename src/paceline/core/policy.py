@@ -93,7 +93,7 @@ class Policy(ABC):
         """Return this policy with another placement."""
         raise ValueError(
             f"{describe(self)} sizes its tasks itself and takes no placement; leave placement= "
-            "out, or use a policy of Gather's, such as sync, k_sync or bandit"
+            "out, or use a policy such as sync, k_sync or bandit"
         )
 
     # --- identity and findings -------------------------------------------------------------------

@@ -131,8 +131,8 @@ def _values(thing: Any, schema: Schema) -> dict[str, Any]:
     if not _chooses_names(type(thing)) and set(state) != set(schema.values):
         differing = ", ".join(sorted(set(state) ^ set(schema.values)))
         raise TypeError(
-            f"state_dict() of {type(thing).__name__} and its schema differ in {differing}; make "
-            "both alike, and raise the version"
+            f"state_dict() of {type(thing).__name__} and its schema differ in {differing}; give "
+            "both the same names, and raise the version"
         )
     return state
 
@@ -141,7 +141,9 @@ def _load_values(thing: Any, schema: Schema, state: Mapping[str, Any]) -> None:
     if not _chooses_names(type(thing)):
         for name, fresh in _values(thing, schema).items():
             if not same_kind(state[name], fresh):
-                raise SchemaError(f"{schema.name}.{name} is of another type than it should be")
+                raise SchemaError(
+                    f"{schema.name}.{name} has the type {_kind(state[name])}, not {_kind(fresh)}"
+                )
     if hasattr(thing, "load_state_dict"):
         thing.load_state_dict({name: decode(item) for name, item in state.items()})
         return
@@ -158,8 +160,8 @@ def _load_part(thing: Any, data: Any, where: str) -> None:
         load_state(thing, data)
     elif data is not None:
         raise SchemaError(
-            f"{where} has saved state, and {thing!r} was given, which has none; resume with the "
-            "policy that the run was started with"
+            f"{where} has saved state, but the given {thing!r} has none; resume with the policy "
+            "that the run was started with"
         )
 
 
@@ -171,7 +173,9 @@ def _opened(schema: Schema, data: Any) -> dict[str, Any]:
             "with the version of paceline that saved it, or start a new run from its model"
         )
     if not isinstance(data, Mapping) or set(data) != {"schema", "version", "state"}:
-        raise SchemaError(f"the state of {schema.name} is not a schema, a version and a state")
+        raise SchemaError(
+            f"the state of {schema.name} must have exactly the keys schema, version and state"
+        )
     if data["schema"] != schema.name:
         raise SchemaError(
             f"the saved state is of {data['schema']}, but {schema.name} was given; resume with the "
@@ -184,7 +188,7 @@ def _opened(schema: Schema, data: Any) -> dict[str, Any]:
             "its model"
         )
     if not isinstance(data["state"], dict):
-        raise SchemaError(f"the state of {schema.name} is not an object with names")
+        raise SchemaError(f"the state of {schema.name} is not a JSON object")
     return data["state"]
 
 

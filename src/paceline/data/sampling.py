@@ -55,8 +55,8 @@ class Samples:
     def __init__(self, size: int, seed: int, tiles: Partition | None = None) -> None:
         if tiles is not None and len(tiles) != size:
             raise ValueError(
-                f"the tiles are of {len(tiles)} samples and the data have {size}; "
-                "cut the data that is trained on"
+                f"the data shards (tiles) have {len(tiles)} samples together, and the dataset has "
+                f"{size}; partition the dataset that you train on"
             )
         self._seed, self._tiles = seed, tiles
         self._shared = Stream(size, seed)
@@ -75,8 +75,8 @@ class Samples:
             return self.stretch(task.offset + step * task.samples, task.samples)
         if self._tiles is None:
             raise ValueError(
-                f"task {task.id} draws from tiles {list(task.work.tiles)}, but the learner was "
-                "given none; give Trainer(placement=…) and not the policy alone"
+                f"task {task.id} draws from data shards (tiles) {list(task.work.tiles)}, but the "
+                "learner has none; give Trainer(placement=…), not only the policy"
             )
         pieces, turns = [], []
         for (tile, count), draw in zip(task.work.tiles.items(), task.tile_offsets, strict=True):

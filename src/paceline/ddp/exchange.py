@@ -50,7 +50,7 @@ def agreed(gather: Gather, row: Sequence[float], about: str) -> list[list[float]
     others = [rank for rank, found in enumerate(rows) if found[-1] != rows[0][-1]]
     if others:
         raise RuntimeError(
-            f"rank 0 and ranks {others} would cut the batches differently; here it is {about}. "
-            f"Give all ranks the same dataset size, arguments, epoch and loaded state"
+            f"rank 0 and ranks {others} would split the batches differently; this rank has "
+            f"{about}. Give all ranks the same dataset size, arguments, epoch and loaded state"
         )
     return [found[:-1] for found in rows]

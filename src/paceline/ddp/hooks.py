@@ -58,7 +58,9 @@ class _Hook(ABC):
                 f"use hook.register(DistributedDataParallel(model))"
             )
         if self._names:
-            raise RuntimeError("this hook has a model already; make another for this one")
+            raise RuntimeError(
+                "this hook is already registered on a model; make another hook for this model"
+            )
         self._group = model.process_group if self._group is None else self._group
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         named = {
@@ -87,12 +89,14 @@ class _Hook(ABC):
         if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
             raise ValueError(
                 f"the state is of rank {state['rank']} of {state['ranks']} and this is rank "
-                f"{self._rank} of {self._ranks}; save and load one for each rank, or begin without"
+                f"{self._rank} of {self._ranks}; save and load a state for each rank, or start "
+                "without one"
             )
         others = state["parameters"].keys() ^ set(self._names.values())
         if others:
             raise ValueError(
-                f"the state and the model differ in {sorted(others)}; use the model it was saved of"
+                f"the state and the model differ in {sorted(others)}; use the model of the saved "
+                "run"
             )
         for name, saved in state["parameters"].items():
             self._load(name, saved)
@@ -100,7 +104,7 @@ class _Hook(ABC):
 
     def _registered(self) -> None:
         if not self._names:
-            raise RuntimeError("this hook has no model yet; call hook.register(model) before")
+            raise RuntimeError("this hook has no model yet; call hook.register(model) first")
 
     def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -260,7 +264,10 @@ class CodecHook(_Hook):
     def _load(self, name: str, saved: Mapping[str, Any]) -> None:
         channel = self._channels.get(name)
         if bool(saved) != bool(channel):
-            raise ValueError(f"{name} is dense on one side only; use the dense_below= of the state")
+            raise ValueError(
+                f"{name} is dense in the saved state or in this hook, but not in both; use the "
+                "dense_below= of the saved state"
+            )
         if channel:
             channel.sent = saved["sent"]
             channel.sender.load_state_dict(saved["sender"])

@@ -96,11 +96,11 @@ class ProportionalSampler(Sampler[list[int]]):
             rank, world_size = launched()
             gather = gather or all_gather
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is none of {world_size}: use 0 to {world_size - 1}")
+            raise ValueError(f"rank={rank} with world_size={world_size}: use 0 to {world_size - 1}")
         if speeds is None and world_size > 1 and gather is None:
             raise ValueError(
-                f"measuring needs the {world_size} ranks to talk: call init_process_group() first "
-                f"and leave rank and world_size out, or give speeds="
+                f"to measure speeds, the {world_size} ranks must communicate: call "
+                "init_process_group() first and leave rank and world_size out, or give speeds="
             )
         batch_size = _whole(batch_size, "batch_size")
         limits = (
@@ -175,8 +175,8 @@ class ProportionalSampler(Sampler[list[int]]):
         for step in range(self._next, self._steps):
             if self._turn != turn:
                 raise RuntimeError(
-                    "another iteration over this sampler was begun before this one ended; use one "
-                    "loader at a time, and a sampler of its own for a look at the data"
+                    "another iteration over this sampler was begun before this one ended; use "
+                    "one loader at a time, and another sampler to inspect the data"
                 )
             place = step * self.batch_size
             count = min(self.batch_size, self.samples - place)
@@ -204,7 +204,7 @@ class ProportionalSampler(Sampler[list[int]]):
             )
         if self._gather is all_gather and not is_grouped():
             raise RuntimeError(
-                f"the {self.world_size} ranks have no way to talk yet; call init_process_group() "
+                f"the {self.world_size} ranks cannot communicate yet; call init_process_group() "
                 "before the loop"
             )
         if not getattr(loader, "in_order", True):
@@ -250,8 +250,8 @@ class ProportionalSampler(Sampler[list[int]]):
         """Return the loss times n b_r / B, so that DDP averages to the gradient of the batch."""
         if self._piece is None:
             raise RuntimeError(
-                "scale() found no batch; call it inside `for batch in sampler.measured(loader):`, "
-                "which tells how many samples the loss is of"
+                "scale() found no batch; call it inside `for batch in "
+                "sampler.measured(loader):`, which counts the samples of the loss"
             )
         if loss.numel() != 1:
             raise ValueError(
@@ -283,7 +283,7 @@ class ProportionalSampler(Sampler[list[int]]):
             if state[name] != mine:
                 raise ValueError(
                     f"the state is of {name}={state[name]} and this sampler of {name}={mine}, "
-                    f"which orders the samples otherwise; make it with {name}={state[name]}"
+                    f"which orders the samples differently; make it with {name}={state[name]}"
                 )
         self.epoch, self._start = state["epoch"], state["step"]
         self._schedule.restart()

@@ -135,7 +135,9 @@ def fit_workers(
     if not journals:
         raise ValueError("fit_workers got no journal; give at least one, such as run.journal")
     if skip is not None and skip < 0:
-        raise ValueError(f"skip={skip}: give the tasks to leave out, >= 0, or None to have it told")
+        raise ValueError(
+            f"skip={skip}: give the number of tasks to leave out, >= 0, or None to detect it"
+        )
     found: dict[WorkerId, list[Observation]] = {}
     for journal in journals:
         for worker, tasks in observe(journal).items():
@@ -210,7 +212,10 @@ def fit(seconds: ArrayLike, censored: ArrayLike | None = None) -> Fit:
         return _of_few(base, times, done)
     laws = sorted(fitted(times, done), key=lambda law: law.score(times.size))
     tests = [(law, *distance(law, times, done)) for law in laws]
-    rests = f"{hidden} of {observations} tasks were given up: the mean rests on the law's tail"
+    rests = (
+        f"{hidden} of {observations} tasks did not finish (censored): the mean depends on the "
+        "law's tail"
+    )
     for law, ks, p_value in tests:
         close = law.score(observations) - laws[0].score(observations) <= STRONG
         if p_value >= SIGNIFICANT and close:
@@ -267,13 +272,13 @@ def _checked(seconds: ArrayLike, censored: ArrayLike | None) -> tuple[Vector, Fl
     if not np.all(np.isfinite(times) & (times >= 0)):
         wrong = int(np.argmin(np.isfinite(times) & (times >= 0)))
         raise ValueError(
-            f"seconds[{wrong}]={times[wrong]}: give finite seconds >= 0; a task that never "
-            "finished is censored at the seconds after which it was given up"
+            f"seconds[{wrong}]={times[wrong]}: give finite seconds >= 0; for a task that never "
+            "finished, give the seconds after which it was cancelled, and censored=True"
         )
     if hidden.all():
         raise ValueError(
-            f"none of {times.size} tasks finished, so that no delay can be fitted; wait for the "
-            "worker's first result, or take the model of one like it"
+            f"none of {times.size} tasks finished, so no delay can be fitted; wait for the "
+            "worker's first result, or use the model of a similar worker"
         )
     told = ~hidden | (times > 0)  # a lower bound of 0 s carries no information
     return times[told][-NEWEST:], ~hidden[told][-NEWEST:]
@@ -297,5 +302,5 @@ def _of_few(base: Fit, times: Vector, done: Flags) -> Fit:
         p_value=float("nan"),
         ks=float("nan"),
         fits=False,
-        note=f"{finished} finished tasks tell no law; at least {ENOUGH} do",
+        note=f"{finished} finished tasks are too few to fit a law; {ENOUGH} or more are needed",
     )

@@ -104,7 +104,7 @@ class ResultCheck:
         """
         most = task.computed
         if type(samples) is not int or not 0 <= samples <= most:
-            return f"it claims {samples!r} samples of {most}"
+            return f"it reports {samples!r} samples, and its task has {most}"
         if not isinstance(stats, dict) or not all(type(v) is float for v in stats.values()):
             return "its statistics are not numbers"
         if vector is None:
@@ -114,7 +114,7 @@ class ResultCheck:
             shape = getattr(vector, "shape", type(vector).__name__)
             return f"it has the shape {shape} instead of ({expected},)"
         if vector.dtype != self._dtype:
-            return f"it is of {vector.dtype} instead of {self._dtype}"
+            return f"its type is {vector.dtype} instead of {self._dtype}"
         if not samples:
             return None
         return self._far(task, norm_of(vector))
@@ -124,7 +124,7 @@ class ResultCheck:
             return NOT_FINITE
         usual = median(self._norms) if len(self._norms) >= KNOWN else 0.0
         if usual and norm > FAR * usual and not self.is_again(task):
-            return f"its norm is {norm:.3g}, that of others {usual:.3g}"
+            return f"its norm is {norm:.3g}, and the median of other results is {usual:.3g}"
         self._norms.append(norm)
         return None
 

@@ -91,7 +91,9 @@ class Results:
     def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> dict[Stat, float]:
         """Take a step along held results; return its statistics."""
         if missing := [task for task in weights if task not in self._held]:
-            raise RuntimeError(f"results of tasks {missing} are missing at a step: an engine's bug")
+            raise RuntimeError(
+                f"results of tasks {missing} are missing at a step; this is a bug in the engine"
+            )
         results = [self._held[task] if keep else self._held.pop(task) for task in weights]
         factors = list(weights.values())
         stats = mean_loss(factors, [loss for _, loss in results])

@@ -138,10 +138,12 @@ class Simulator:
         for at, event in sorted(self._schedule, key=lambda pair: pair[0]):
             joins = isinstance(event, Joined)
             if event.worker not in present:
-                raise ValueError(f"schedule names {event.worker}; there are w0 to w{self.size - 1}")
+                raise ValueError(
+                    f"schedule names {event.worker}; the workers are w0 to w{self.size - 1}"
+                )
             if present[event.worker] is joins:
-                state = "there already" if joins else "gone already"
-                raise ValueError(f"schedule: {event} at {at:g} s, but it is {state}")
+                state = "already connected" if joins else "already gone"
+                raise ValueError(f"schedule: {event} at {at:g} s, but the worker is {state}")
             present[event.worker] = joins
 
     def open(self, job: Job, saved: Saved | None = None) -> None:
@@ -474,7 +476,7 @@ class Simulator:
         if set(data["workers"]) != set(self._workers):
             raise ValueError(
                 f"the saved run had {len(data['workers'])} workers and this simulator has "
-                f"{self.size}; make it alike"
+                f"{self.size}; give it as many workers"
             )
         self._now, self._ready = data["now"], data["ready"]
         self._order, self._results.version = data["order"], data["version"]

@@ -17,7 +17,10 @@ if TYPE_CHECKING:  # which needs torch
 def check_gossip(policy: Policy, learner: Learner, codec: Codec | None) -> Gossip:
     """Refuse a wrapped policy, a learner with an outer step, and an unsuitable codec."""
     if not isinstance(policy, Gossip):
-        raise ValueError("give Gossip as it is: fit(…) says when to end")
+        raise ValueError(
+            "give the Gossip policy itself, not inside another policy; fit(steps=…, seconds=…) "
+            "ends the run"
+        )
     if getattr(learner, "outer", None) is not None:
         raise ValueError(
             "a decentralized run has no outer step: leave outer= out, and use "
@@ -49,21 +52,28 @@ def check_gossip_settings(
     if placement is not None and not (isinstance(placement, Placed) and not placement.move):
         raise ValueError(
             "in a decentralized run data stay with the nodes: use placement=Placed(tiles, "
-            "move=False) with a tile for each, or leave it out for equal ones"
+            "move=False) with one data shard for each node, or leave placement= out for equal "
+            "shards"
         )
     if model_codec is not None:
-        raise ValueError("nodes send their models to neighbors alone: codec= encodes those")
+        raise ValueError(
+            "model_codec= needs a central coordinator: nodes send models to neighbors only, and "
+            "codec= encodes these messages"
+        )
     if checkpoints is not None:
         raise ValueError(
-            "a decentralized run has no checkpoints yet; save run.model when it has ended, or "
+            "a decentralized run has no checkpoints yet; save run.model after the run, or "
             "progress.model() in a callback"
         )
     if not all_join:
-        raise ValueError("all nodes of a decentralized run begin together: leave min_workers out")
+        raise ValueError("all nodes of a decentralized run start together: leave min_workers= out")
     if robust is not None:
-        raise ValueError("robust= needs a central coordinator; nodes average with their neighbors")
+        raise ValueError(
+            "robust= needs a central coordinator, and nodes average with their neighbors; leave "
+            "it out"
+        )
     if on_not_finite == "skip":
         raise ValueError(
-            f'on_not_finite="skip": {describe(policy)} needs the results of given samples; leave '
-            "it out, or use a policy that averages, such as sync or k_sync"
+            f'on_not_finite="skip": {describe(policy)} cannot do without the results of skipped '
+            "samples; leave it out, or use a policy that averages, such as sync or k_sync"
         )

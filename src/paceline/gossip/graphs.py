@@ -35,7 +35,10 @@ class Graph:
         for node, others in self.neighbors.items():
             for other in others:
                 if other == node:
-                    raise ValueError(f"{node!r} is its own neighbor; every node counts itself")
+                    raise ValueError(
+                        f"{node!r} is its own neighbor; leave it out, since every node counts "
+                        "itself anyway"
+                    )
                 if node not in self.neighbors.get(other, ()):
                     raise ValueError(
                         f"{node!r} has the neighbor {other!r}, but not the other way round; "
@@ -105,7 +108,7 @@ class Graph:
                 links[other].remove(node)
             _pair(links, others)
         if not links:
-            raise ValueError(f"{len(place)} nodes are all gone; no graph is left")
+            raise ValueError(f"all {len(place)} nodes are gone; no graph is left")
         # Few graphs are still disconnected. The node that lost most links joins each part.
         for parts in pairwise(_parts(links)):
             one, other = (
@@ -122,8 +125,8 @@ class Graph:
         """Return the same graph with other names, in the order of its nodes."""
         if len(nodes) != len(self.neighbors) or len(set(nodes)) != len(nodes):
             raise ValueError(
-                f"{len(nodes)} names, {len(set(nodes))} of them different, for "
-                f"{len(self.neighbors)} nodes; give one of its own to each"
+                f"got {len(nodes)} names, {len(set(nodes))} of them distinct, for "
+                f"{len(self.neighbors)} nodes; give each node its own name"
             )
         name = dict(zip(self.neighbors, nodes, strict=True))
         links = self.neighbors.items()

@@ -60,21 +60,23 @@ def unpack_update(packed: Bytes, sizes: Sequence[int], codec: Codec | None) -> U
     """
     head, mask, *parts, untrained = unpack(packed).parts
     if head.numel() != 3 or head.dtype != torch.int64 or mask.dtype != torch.uint8:
-        raise ValueError(f"a message that begins with {head.numel()} numbers of {head.dtype}")
+        raise ValueError(f"the header has {head.numel()} numbers of {head.dtype}, not 3 of int64")
     version, number, kind = map(int, head)
     is_change, sender = kind & 1, kind >> 1
     tensors = np.flatnonzero(np.unpackbits(mask.numpy(), count=len(sizes))).tolist()
     size = sum(sizes[i] for i in tensors)
     if is_change:
         if codec is None:
-            raise ValueError("a message of changes, where messages hold the model as it is")
+            raise ValueError(
+                "the message holds changes, but without codec= messages hold whole tensors"
+            )
         if isinstance(codec, TopK | RandomK) and parts[0].numel() != codec.count(size):
             raise ValueError(f"{parts[0].numel()} numbers, where {codec} sends {codec.count(size)}")
         values = codec.decode(Message(tuple(parts)), size)
     else:
         (values,) = parts
     if values.numel() != size:
-        raise ValueError(f"a message of {values.numel()} numbers about tensors of {size}")
+        raise ValueError(f"the message has {values.numel()} numbers for tensors of {size}")
     return Update(
         version, number, bool(is_change), tensors, values.numpy(), untrained.numpy(), sender
     )

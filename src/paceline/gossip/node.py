@@ -100,7 +100,7 @@ class Node:
             self._refused = 0
         elif self._refused < _AGAIN:
             self._refused += 1
-            logger.warning("node %s does not use a result: %s", self._name, fault)
+            logger.warning("node %s rejects a result: %s", self._name, fault)
             outcome = Outcome(None, 0)
         else:
             self._result_check.let_in(outcome.vector)
@@ -202,7 +202,8 @@ class Node:
                 return update.version
             if update.number > before + 1 and not is_whole:
                 raise RejectedUpdate(
-                    f"message {update.number} of {sender} to {self._name} after message {before}"
+                    f"message {update.number} from {sender} to {self._name} arrived after message "
+                    f"{before}; those between are missing"
                 )
             self._admit(sender, update)
             self._heard[sender] = update.number, update.version
@@ -219,16 +220,22 @@ class Node:
         try:
             update = unpack_update(packed, self._sizes, self._codec)
         except Exception as error:  # a codec may raise anything on foreign bytes
-            raise RejectedUpdate(f"a message of {sender} to {self._name}: {error}") from error
+            raise RejectedUpdate(f"a message from {sender} to {self._name}: {error}") from error
         dtype = self.server.vector.dtype
         left = self.server.vector.size - self._trained
         if update.sender != sender_mark(sender):
-            raise RejectedUpdate(f"a message of another to {self._name} under the name of {sender}")
+            raise RejectedUpdate(
+                f"a message to {self._name} carries the name of {sender}, but another node sent it"
+            )
         if not update.is_change and update.values.dtype != dtype:
-            raise RejectedUpdate(f"a message of {sender} to {self._name} of {update.values.dtype}")
+            raise RejectedUpdate(
+                f"a message from {sender} to {self._name} has the type {update.values.dtype}, not "
+                f"{dtype}"
+            )
         if update.untrained.shape != (left,) or update.untrained.dtype != dtype:
             raise RejectedUpdate(
-                f"a message of {sender} to {self._name} with too much or too little"
+                f"a message from {sender} to {self._name} has {update.untrained.shape} untrained "
+                f"values of {update.untrained.dtype}, not ({left},) of {dtype}"
             )
         return update
 
@@ -241,7 +248,7 @@ class Node:
         if fault is None and update.untrained.size and not np.isfinite(update.untrained).all():
             fault = NOT_FINITE
         if fault is not None:
-            raise RejectedUpdate(f"a message of {sender} to {self._name}: {fault}")
+            raise RejectedUpdate(f"a message from {sender} to {self._name}: {fault}")
         self._copies.setdefault(sender, self._start)
 
     def forget(self, peer: WorkerId) -> None:

@@ -107,7 +107,7 @@ class Gossip(Policy):
         if set(self.graph.nodes) != names:
             raise ValueError(
                 f"the graph has {len(self.graph.nodes)} nodes and the engine {workers} workers, "
-                f"w0 to w{workers - 1}; make both alike, or name them by graph.named(…)"
+                f"w0 to w{workers - 1}; use equal numbers, or name the nodes by graph.named(…)"
             )
         if batch < workers:
             raise ValueError(

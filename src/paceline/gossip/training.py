@@ -68,14 +68,14 @@ class GossipTraining:
             raise ValueError("Timing has no model to send to neighbors; use Quadratic to try times")
         if learner.examples is not None and learner.examples < len(nodes):
             raise ValueError(
-                f"{learner.examples} samples for {len(nodes)} nodes: each needs one of its own"
+                f"{learner.examples} samples for {len(nodes)} nodes: each node needs at least one"
             )
         if tiles is None and learner.examples is not None:
             tiles = even(learner.examples, len(nodes), seed=seed)
         if tiles is not None and tiles.parts != len(nodes):
             raise ValueError(
-                f"the data are in {tiles.parts} tiles and the graph has {len(nodes)} nodes; cut "
-                f"them into {len(nodes)}: the tile of a node is that of its place in the graph"
+                f"the data have {tiles.parts} shards (tiles) and the graph has {len(nodes)} "
+                f"nodes; use {len(nodes)} shards: node i of the graph gets shard i"
             )
         self.policy = replace(policy, tiled=tiles is not None)
         tensors = tensors_of(learner.server().layout)

@@ -33,7 +33,7 @@ class MessageCheck:
         usual = self.usual
         if usual and move > FAR * usual and sender not in self._rejected:
             self._rejected.add(sender)
-            return f"it moves a copy by {move:.3g}, others do by {usual:.3g}"
+            return f"it moves a copy by {move:.3g}, and the median of other messages is {usual:.3g}"
         self._rejected.discard(sender)
         self._moves.append(move)
         return None

@@ -35,8 +35,8 @@ def _restore(optimizer: Optimizer, schedules: Sequence[Any], name: str) -> None:
     """Restore the learning rates that the optimizer had before the schedules changed them."""
     if lost := [kind for each in schedules for kind in _cycles(_scheduler(each))]:
         raise ValueError(
-            f"{lost[0]} of {name} has replaced the learning rate of its optimizer, and perhaps its "
-            "momentum: what they are without the schedule is not known; give optimizer= as well"
+            f"{lost[0]} of {name} has replaced the learning rate of its optimizer, and perhaps "
+            "its momentum: their values without the schedule are unknown; give optimizer= as well"
         )
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])
@@ -64,8 +64,8 @@ def _configured(module: Any) -> tuple[Optimizer, Sequence[Any]]:
     if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
         told = ", ".join(type(each).__name__ for each in optimizers) or "none"
         raise ValueError(
-            f"configure_optimizers of {name} returned these optimizers: {told}; one is possible, "
-            "with as many groups as you like: give optimizer= of lightning_learner, or use "
+            f"configure_optimizers of {name} returned these optimizers: {told}; return exactly "
+            "one, with any number of groups: give optimizer= of lightning_learner, or use "
             "TorchLearner with one loss"
         )
     return optimizers[0], schedulers
@@ -109,7 +109,10 @@ def _pace(given: Any, optimizer: Optimizer, name: str) -> Pace:
             "a schedule from an optimizer, or None"
         )
     if scheduler.optimizer is not optimizer:
-        raise ValueError(f"{kind} of {name} is bound to another optimizer than the one returned")
+        raise ValueError(
+            f"{kind} of {name} is bound to another optimizer than the one returned; return the "
+            "optimizer of the schedule"
+        )
     interval, frequency = config.get("interval", "epoch"), config.get("frequency", 1)
     if interval not in ("step", "epoch") or not (isinstance(frequency, int) and frequency >= 1):
         raise ValueError(

@@ -130,22 +130,22 @@ def _check_module(module: Any) -> None:
         )
     if not module.automatic_optimization:
         raise ValueError(
-            f"{name} optimizes by hand (automatic_optimization=False), and here the server takes "
-            "the steps; write one loss, and give pl.TorchLearner the module and the loss"
+            f"{name} uses manual optimization (automatic_optimization=False), and here the server "
+            "makes the steps; write one loss, and give pl.TorchLearner the module and the loss"
         )
     if not _is_own(module, "training_step"):
         raise ValueError(f"{name} has no training_step; define one that returns the loss")
     _refuse_methods(module)
     if idle := [method for method in _NOT_CALLED if _is_own(module, method)]:
-        logger.warning("%s defines %s: not called here", name, ", ".join(idle))
+        logger.warning("%s defines %s, which Paceline does not call", name, ", ".join(idle))
 
 
 def _refuse_methods(thing: Any) -> None:
     for method, instead in _REFUSED.items():
         if _is_own(thing, method):
             raise ValueError(
-                f"{type(thing).__name__} defines {method}, which is not called here; remove it, "
-                f"and {instead}"
+                f"{type(thing).__name__} defines {method}, which Paceline does not call; remove "
+                f"it, and {instead}"
             )
 
 
@@ -201,7 +201,7 @@ def _loader(data: Any) -> DataLoader[Any]:
         chosen = data if own_loop else sampler if not plain else data.batch_sampler
         raise ValueError(
             f"the DataLoader draws with {type(chosen).__name__}, and here samples are drawn by "
-            "Paceline, shuffled; use DataLoader(dataset, batch_size=…), and weight samples in the "
-            "loss; Trainer(placement=…) says who has which samples"
+            "Paceline, shuffled; use DataLoader(dataset, batch_size=…), and weight samples in "
+            "the loss; Trainer(placement=…) sets which worker has which samples"
         )
     return data

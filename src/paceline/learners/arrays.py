@@ -267,7 +267,7 @@ class LeastSquares(Linear):
 
 def _check_parts(work: Work) -> None:
     if work.parts is not None and (work.steps > 1 or work.budget < inf):
-        raise ValueError("parts of a batch are gradients: give them one step and no budget")
+        raise ValueError("a task on parts of a batch computes gradients: use steps=1 and no budget")
 
 
 class NoArithmetic:

@@ -279,12 +279,12 @@ def _lag(wants: frozenset[Want]) -> int:
     lags |= {want[1] for want in wants if isinstance(want, tuple) and want[0] == "dot"}
     if len(lags) > 1:
         raise ValueError(
-            f'products with the steps {sorted(lags)} before are wanted ("dot" is 1 before), but '
-            "one vector is kept for them; use the same lag in all parts of a policy"
+            f'the policy asks for dot products with several lags, {sorted(lags)} ("dot" has lag '
+            "1), but the server keeps one earlier step; use the same lag in all parts of a policy"
         )
     lag = lags.pop() if lags else None
     if lag is not None and lag < 1:
-        raise ValueError(f'("dot", {lag}) names no step before; use ("dot", lag) with lag >= 1')
+        raise ValueError(f'("dot", {lag}) names no earlier step; use ("dot", lag) with lag >= 1')
     return lag or 0
 
 

@@ -118,11 +118,15 @@ class FlatModule:
         for vector in slices:
             stop = start + vector.size
             if vector.ndim != 1 or stop > self.values.numel():
-                raise ValueError(f"a model of {self.values.numel()} values got {vector.shape}")
+                raise ValueError(
+                    f"a model of {self.values.numel()} values got a vector of shape {vector.shape}"
+                )
             self.values[start:stop] = as_tensor(vector)
             start = stop
         if start != self.values.numel():
-            raise ValueError(f"a model of {self.values.numel()} values got {start}")
+            raise ValueError(
+                f"a model of {self.values.numel()} values got slices of {start} values in all"
+            )
         self.reset()
 
     def reset(self) -> None:

@@ -43,8 +43,8 @@ class RemadeOptimizer:
         given = list(parameters)
         if len(given) != self._tensors:
             raise ValueError(
-                f"{len(given)} tensors for the groups of an optimizer of {self._tensors}; give all "
-                "trained tensors of the model"
+                f"got {len(given)} tensors for an optimizer of {self._tensors}; give all trained "
+                "tensors of the model"
             )
         groups = [
             {**copy.deepcopy(group.options), "params": [given[place] for place in group.places]}
@@ -60,13 +60,13 @@ class RemadeOptimizer:
             made = self([nn.Parameter(tensor) for tensor in small])
         except Exception as error:
             raise ValueError(
-                f"{name} cannot be made anew from its groups and defaults ({error}); give "
-                "optimizer= a function that makes it from parameters"
+                f"{name} cannot be copied from its groups and defaults ({error}); give optimizer= "
+                "a function that makes it from parameters"
             ) from error
         for mine, theirs in zip(made.param_groups, self._groups, strict=True):
             if options_of(mine) != theirs.options:
                 raise ValueError(
-                    f"{name} made anew has other settings than the one given; give optimizer= a "
+                    f"a copy of {name} has other settings than the one given; give optimizer= a "
                     "function that makes it from parameters"
                 )
 

@@ -114,7 +114,9 @@ class CenteredClip:
 
 def _at_least_one(bad: int) -> None:
     if bad < 1:
-        raise ValueError(f"bad={bad}: say how many results of a step may be wrong, at least 1")
+        raise ValueError(
+            f"bad={bad}: give the number of results in a step that may be wrong, at least 1"
+        )
 
 
 def _enough(results: int, needed: int, rule: object) -> None:

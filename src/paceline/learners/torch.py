@@ -236,7 +236,7 @@ class TorchLearner:
                 "coded(…) without outer=, or local_sgd"
             )
         if work.parts is not None and work.budget < inf:
-            raise ValueError("half a part of a batch is of no use: give coded work no budget")
+            raise ValueError("coded work needs whole parts of a batch: leave its budget out")
         if work.steps > 1 and self.outer is None:
             raise ValueError(
                 f"{work.steps} local steps need an outer optimizer for the server: "

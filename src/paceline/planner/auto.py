@@ -128,8 +128,9 @@ class Auto(Policy):
         """Refuse an engine or a learner that does not match the profile."""
         if (workers, batch) != (self.profile.size, self.profile.batch_size):
             raise ValueError(
-                f"the profile is of {self.profile.size} workers and a batch of "
-                f"{self.profile.batch_size}, and this run has {workers} and {batch}: profile it"
+                f"the profile is of {self.profile.size} workers and "
+                f"batch_size={self.profile.batch_size}, but this run has {workers} workers and "
+                f"batch_size={batch}; profile this run"
             )
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
@@ -224,7 +225,7 @@ class Auto(Policy):
         chosen, text = self._better(left)
         self.changes.append(f"at step {view.version}: {', '.join(told)}: {text}")
         del self.changes[:-_TOLD]
-        logger.info("planned anew %s", self.changes[-1])
+        logger.info("replanned %s", self.changes[-1])
         return chosen
 
     def _changed(self, known: WorkerProfile, seen: Seen) -> tuple[WorkerProfile | None, str]:
@@ -251,7 +252,7 @@ class Auto(Policy):
                 slower = way / before
                 old = known.link
                 link = Link(old.latency * slower, old.down / slower, old.up / slower)
-            told.append(f"its messages take {way:.2g} s and not {before:.2g} s")
+            told.append(f"needs {way:.2g} s for its messages instead of {before:.2g} s")
         return (WorkerProfile(compute, link) if told else None), " and ".join(told)
 
     def _differ(self, known: WorkerProfile, seen: Seen) -> bool:
@@ -272,12 +273,12 @@ class Auto(Policy):
                 codecs=[codec], seeds=4, patience=1.5, seed=self._seed,
             )  # fmt: skip
         except ValueError as error:  # the target seems unreachable
-            return None, f"goes on as it was ({error})"
+            return None, f"the policy stays the same ({error})"
         looks = {describe(look.candidate.policy): look for look in found.looks}
         own, best = describe(self.current), describe(found.policy)
         if own in looks and looks[best].figure > (1 - BETTER) * looks[own].figure:
-            return None, f"goes on with {looks[own].candidate.text}"
-        return found.policy, f"goes on with {looks[best].candidate.text}"
+            return None, f"the policy stays {looks[own].candidate.text}"
+        return found.policy, f"the policy becomes {looks[best].candidate.text}"
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -300,7 +301,10 @@ class Auto(Policy):
         known = {describe(each.policy): each.policy for each in grid}
         known[describe(self.plan.policy)] = self.plan.policy
         if state["policy"] not in known:
-            raise ValueError(f"the saved policy {state['policy']} is none that a plan has")
+            raise ValueError(
+                f"a plan for this profile has no policy {state['policy']}, which the checkpoint "
+                "names; resume with the plan of the saved run"
+            )
         self.current = copy.deepcopy(known[state["policy"]])
         self.changes = list(state["changes"])
         self._seen = {worker: Seen(*lists) for worker, lists in state["seen"].items()}

@@ -226,8 +226,8 @@ def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> str:
         if second is None:
             return f"{text}, and nothing else was better."
         other = figure_of(second.forecast, goal)
-        return f"{text}; {second.text} with {other / scale:.3g} {unit} does not do better by 3 %."
+        return f"{text}; {second.text} with {other / scale:.3g} {unit} is not better by 3 %."
     if plain is None:
-        return f"{text}; sync() does not get there, or the batch is too small for it."
+        return f"{text}; sync() does not reach the target, or the batch is too small for it."
     times = f", {plain / figure:.2f} times as much" if figure else ""
     return f"{text}, and sync() {plain / scale:.3g} {unit}{times}."

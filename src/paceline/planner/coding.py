@@ -139,15 +139,17 @@ def advise(
     steps: to simulate for each option.
     """
     if n < 2:
-        raise ValueError(f"n={n}: a code needs others who compute the same; use at least 2 workers")
+        raise ValueError(
+            f"n={n}: in a code several workers compute the same parts; use at least 2 workers"
+        )
     if steps < 1 or message_bytes < 0:
         raise ValueError(
             f"steps={steps}, message_bytes={message_bytes}: use steps >= 1, and bytes >= 0"
         )
     if isinstance(delays, Trace):
         raise ValueError(
-            "one Trace for all makes them slow at the same moments, so that nobody straggles; give "
-            f"a sequence of {n} of them, each with the seconds of one worker"
+            "one Trace for all makes all workers slow at the same time, so there are no "
+            f"stragglers; give a sequence of {n} Traces, one for each worker"
         )
     resolve(delays, "w0", 0)  # raises for a value that is no model
     largest = min(n, LARGEST)

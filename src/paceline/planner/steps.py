@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
 NOTE = (
-    "compared are policies whose every step averages the gradient of a whole batch at the newest "
-    "model: they need equally many steps. Stale gradients and local steps are left out. k_sync, "
-    "bandit, rennala and ata take the batch from the quicker workers: where workers hold data of "
-    "their own, the data of slow workers count less"
+    "the plan compares policies whose every step averages the gradient of a whole batch at the "
+    "newest model: they need equally many steps. Stale gradients and local steps are left out. "
+    "k_sync, bandit, rennala and ata use the results of fast workers: if workers hold their own "
+    "data, the data of slow workers count less"
 )
 _FINALISTS, _SEEDS = 8, 4
 _LOOKS = 0.7  # approximate share of the time for first looks

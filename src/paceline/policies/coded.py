@@ -97,18 +97,18 @@ class Coded(Policy):
             )
         if not code.exact and self.wait is None:
             raise ValueError(
-                "an approximate code decodes whatever has come; say after how many answers: "
-                f"Coded(code, wait={workers - code.stragglers})"
+                "an approximate code decodes from any number of answers; set how many to wait "
+                f"for: Coded(code, wait={workers - code.stragglers})"
             )
         if self.verify and (not code.exact or self.wait is not None):
             raise ValueError(
-                f"verify={self.verify}: estimates differ without anybody being wrong; use an "
-                "exact code, and no wait="
+                f"verify={self.verify}: estimates of an approximate code differ even if all "
+                "workers are right; use an exact code, and no wait="
             )
         if not 0 <= self.verify <= code.stragglers:
             raise ValueError(
-                f"verify={self.verify}: this code bears {code.stragglers} stragglers, and waits "
-                "for so many answers more at the most"
+                f"verify={self.verify}: this code tolerates {code.stragglers} stragglers; use "
+                f"verify from 0 to {code.stragglers}"
             )
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
@@ -207,7 +207,7 @@ class Coded(Policy):
             raise WrongGradients(
                 f"the answers of step {view.version + 1} contradict each other, and "
                 f"{len(alone) or 'more than one'} of them may be wrong; verify=2 and a code with "
-                "more stragglers tell one wrong worker from the others"
+                "more stragglers identify one wrong worker"
             )
         return alone
 

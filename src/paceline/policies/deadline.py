@@ -59,7 +59,7 @@ class Deadline(Policy):
             )
         if self.placement is not None and self.placement.tiles is None:
             raise ValueError(
-                "a deadline gives everyone the same time, so shares follow speed by themselves: "
+                "a deadline gives all workers the same time, so shares already follow speed: "
                 "leave BySpeed() out, or give Placed(…)"
             )
 

@@ -115,7 +115,7 @@ class Gather(Policy):
         if isinstance(self.k, Integral):  # also a NumPy integer
             self.k = int(self.k)
         elif self.k is not None and not hasattr(self.k, "choose"):
-            raise ValueError(f"k={self.k!r}: use a whole number from 1 on, or a chooser of it")
+            raise ValueError(f"k={self.k!r}: use a whole number from 1 on, or a chooser of k")
         if isinstance(self.k, int) and self.k < 1:
             raise ValueError(f"k={self.k}: a step needs at least one result; use k >= 1")
         if isinstance(self.work, Work):
@@ -132,15 +132,18 @@ class Gather(Policy):
             raise ValueError(f"hedge={self.hedge}: use 0 or more spare tasks")
         if self.hedge and isinstance(self.select, Everyone):
             raise ValueError(
-                f"hedge={self.hedge}: everyone has a task already; give select=Bandit() or hedge=0"
+                f"hedge={self.hedge}: every worker has a task already; use select=Bandit() or "
+                "hedge=0"
             )
         parts = isinstance(self.work, Work) and self.work.parts is not None
         if parts and isinstance(self.select, Allocate):
-            raise ValueError("parts of a batch are whole: Allocate cannot give shares of them")
+            raise ValueError(
+                "Allocate cannot divide the parts of a coded batch; use another select="
+            )
         if self.hedge and isinstance(self.select, Allocate):
             raise ValueError(
-                f"hedge={self.hedge}: with shares of different size the batch would not stay what "
-                "it is; use select=Bandit() or hedge=0"
+                f"hedge={self.hedge}: with shares of different sizes, spare tasks would change "
+                "the batch size; use select=Bandit() or hedge=0"
             )
         if self.placement is not None:
             self._check_placement(self.placement)
@@ -148,15 +151,15 @@ class Gather(Policy):
     def _check_placement(self, placement: Placement) -> None:
         if isinstance(self.select, Allocate):
             raise ValueError(
-                "ata shares the batch out by speed already; give it no placement, or use k_sync "
-                "or bandit with one"
+                "ata already divides the batch by speed; leave placement= out, or use k_sync or "
+                "bandit with it"
             )
         if isinstance(self.work, Work) and self.work.parts is not None:
-            raise ValueError("parts of a batch are the same for all who have them: no placement")
+            raise ValueError("a coded batch has its own placement of parts; leave placement= out")
         if placement.tiles is not None and self.combine is not mean:
             raise ValueError(
-                "placed data are weighed by what they are owed, and not by "
-                f"{getattr(self.combine, '__name__', self.combine)}; use "
+                "Placed weights results by the samples that their data are due, not by "
+                f"combine={getattr(self.combine, '__name__', self.combine)}; use "
                 "asynchronous(damping=False), or leave combine= out"
             )
 
@@ -176,7 +179,7 @@ class Gather(Policy):
         if k + self.hedge > workers and not self.refill and self.hedge:
             raise ValueError(
                 f"k={k} and hedge={self.hedge} are {k + self.hedge} tasks for {workers} workers; "
-                f"use hedge <= {workers - k}, or k_sync({k}) to give everyone a task"
+                f"use hedge <= {workers - k}, or k_sync({k}) to give every worker a task"
             )
         if isinstance(self.work, Work) and self.work.samples is None and k > batch:
             raise ValueError(

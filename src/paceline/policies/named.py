@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from math import inf
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from paceline.core.protocol import Work
 from paceline.policies.choosers import Chooser
@@ -11,7 +13,28 @@ from paceline.policies.gather import Gather, mean, staleness_weighted
 from paceline.policies.selection.indices import KL, Index
 from paceline.policies.selection.selectors import Allocate, Bandit
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _keywords_only(function: Callable[P, R]) -> Callable[P, R]:
+    """Explain positional arguments; the signature stays that of the function."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if args:
+            given = args[0]
+            raise TypeError(
+                f"sync() takes no positional argument, but got {given!r}; use "
+                f"pl.sync(shares={given!r}) to cut the batch into that many shares, or "
+                f"pl.k_sync({given!r}) to wait for the fastest {given!r} results"
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_keywords_only
 def sync(*, shares: int | None = None) -> Gather:
     """Wait for all workers: the step is the gradient of the whole global batch.
 

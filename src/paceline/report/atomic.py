@@ -24,7 +24,7 @@ def whole(path: Path | str) -> Iterator[Path]:
         return
     if is_journal(target):
         raise FileExistsError(
-            f"{path} is a journal, and would be lost; give another name, or remove it first"
+            f"{path} is a journal and would be overwritten; give another name, or remove it first"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.partial")  # so that no reader opens half a file

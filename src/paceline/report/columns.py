@@ -82,7 +82,7 @@ class Column(Sequence[float]):
             try:
                 self._spill.write(self._offset(first // BLOCK), newest[:BLOCK].tobytes())
             except OSError as error:
-                logger.warning("figures of steps are kept in memory from now on: %s", error)
+                logger.warning("metrics of steps are kept in memory from now on: %s", error)
                 return
             self._newest = first + BLOCK, newest[BLOCK:]
 

@@ -375,7 +375,7 @@ class _Ticker:
             try:
                 self._call()
             except Exception:  # must not end a run
-                logger.exception("the live view failed, and is not drawn any more")
+                logger.exception("the live view failed and is no longer drawn; the run continues")
                 return
 
     def stop(self) -> None:

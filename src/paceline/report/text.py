@@ -52,17 +52,17 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
     if len(represented):
         least, most = int(represented.argmin()), int(represented.argmax())
         lines.append(
-            f"  data      {len(represented)} tiles, {represented[least]:.0%} (tile {least}) to "
-            f"{represented[most]:.0%} (tile {most}) of the weight due to their sizes"
+            f"  data      {len(represented)} shards, {represented[least]:.0%} (shard {least}) to "
+            f"{represented[most]:.0%} (shard {most}) of the weight due to their sizes"
         )
         if represented[least] < FORGOTTEN:
-            few = _number(int((represented < FORGOTTEN).sum()), "tile")
+            few = _number(int((represented < FORGOTTEN).sum()), "data shard")
             lines.append(
                 f"            WARNING: {few} had less than half of it; "
                 + (
-                    "use Placed(bound=…) if there is none, or train longer"
+                    "set Placed(bound=…) if it is None, or train longer"
                     if nodes is None
-                    else "whoever has them is slow, or was lost"
+                    else "their nodes are slow, or were lost"
                 )
             )
     if meter.message_bytes:
@@ -93,14 +93,14 @@ def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> 
     """Return a line on tiles (data shards) that stay with their workers.
 
     >>> placed_line(3, 1, {5: 80.2})
-    '  placement 3 tiles moved, 1 step waited for data; nobody had tile 5 (80 steps)'
+    '  placement 3 shards moved, 1 step waited for data; no worker had shard 5 (80 steps)'
     """
-    line = "  placement " + ("" if moved is None else f"{_number(moved, 'tile')} moved, ")
+    line = "  placement " + ("" if moved is None else f"{_number(moved, 'shard')} moved, ")
     line += f"{_number(waited, 'step')} waited for data"
     if missed:
         worst = max(missed, key=lambda tile: missed[tile])
         more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
-        line += f"; nobody had tile {worst} ({missed[worst]:.0f} steps){more}"
+        line += f"; no worker had shard {worst} ({missed[worst]:.0f} steps){more}"
     return line
 
 

@@ -38,7 +38,9 @@ class Group:
 
     def __enter__(self) -> Self:
         if reason := missing():
-            raise RuntimeError(f"{reason}; skip what needs Group where missing() says something")
+            raise RuntimeError(
+                f"{reason}; skip tests that need Group if missing() returns a reason"
+            )
         self._folders = [_child(root, self._name) for root in (_freezer(), _processor()) if root]
         self.add(*self._pids)
         if self._cores is not None:

@@ -103,7 +103,9 @@ class Hosts:
 
     def __enter__(self) -> Self:
         if reason := missing():
-            raise RuntimeError(f"{reason}; skip what needs Hosts where missing() says something")
+            raise RuntimeError(
+                f"{reason}; skip tests that need Hosts if missing() returns a reason"
+            )
         if self._names:
             raise RuntimeError("these hosts are already entered; make others with Hosts(...)")
         prefix = f"pl{os.getpid()}n{next(_numbers)}h"

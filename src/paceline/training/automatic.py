@@ -21,11 +21,11 @@ logger = logger_of(__name__)
 def check_auto(policy: str, given: Given) -> None:
     """Refuse policy="auto" if no plan can be made; measure nothing yet."""
     if given.placement is not None:
-        raise ValueError('policy="auto" shares the batch out itself: leave placement= out')
+        raise ValueError('policy="auto" divides the batch itself: leave placement= out')
     if policy != "auto" or given.target is None:
         raise ValueError(
-            f'policy={policy!r}, target={given.target}: use policy="auto" with the loss to be '
-            "reached as target=…, or give a policy such as pl.sync()"
+            f'policy={policy!r}, target={given.target}: use policy="auto" with the loss to reach '
+            "as target=…, or give a policy such as pl.sync()"
         )
     from paceline.planner.measure.probe import is_sgd, sgd_equivalent_lr
 

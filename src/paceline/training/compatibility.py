@@ -60,8 +60,8 @@ def with_placement(policy: Policy, placement: object, workers: int) -> Policy:
     if isinstance(placement, Placed):
         if placement.move and placement.tiles.parts < 4 * workers:
             logger.warning(
-                "%d tiles for %d workers are too few to move about: cut the data into some 16 for "
-                "each worker, or use Placed(…, move=False) to size tasks by speed",
+                "%d data shards (tiles) are too few for %d workers if shards move: use about 16 "
+                "for each worker, or Placed(…, move=False) to size tasks by speed",
                 placement.tiles.parts, workers,
             )  # fmt: skip
         placement = placement.for_workers([f"w{i}" for i in range(workers)])
@@ -82,8 +82,8 @@ def check_not_finite(what: str, limit: int, policy: Policy) -> None:
     """Refuse to skip results if the policy's steps need all of them."""
     if what not in ("stop", "skip"):
         raise ValueError(
-            f'on_not_finite={what!r}: use "stop" to end the run, or "skip" to go on without the '
-            "samples of such a result"
+            f'on_not_finite={what!r}: use "stop" to end the run, or "skip" to continue without '
+            "the samples of such a result"
         )
     if limit < 1:
         raise ValueError(
@@ -91,8 +91,8 @@ def check_not_finite(what: str, limit: int, policy: Policy) -> None:
         )
     if what == "skip" and policy.needs_exact_results:
         raise ValueError(
-            f'on_not_finite="skip": {describe(policy.innermost)} needs the results of given '
-            "samples; leave it out, or use a policy that averages, such as sync or k_sync"
+            f'on_not_finite="skip": {describe(policy.innermost)} cannot do without the results of '
+            "skipped samples; leave it out, or use a policy that averages, such as sync or k_sync"
         )
 
 
@@ -101,9 +101,9 @@ def tiles_of(placement: object, learner: Learner) -> Partition | None:
     tiles = placement.tiles if isinstance(placement, Placement) else None
     if tiles is not None and len(tiles) != learner.examples:
         raise ValueError(
-            f"the tiles are of {len(tiles)} samples, and this learner has "
+            f"the data shards (tiles) have {len(tiles)} samples together, and this learner has "
             f"{'no dataset' if learner.examples is None else f'{learner.examples} samples'}; "
-            "cut the data that is trained on"
+            "partition the dataset that you train on"
         )
     return tiles
 

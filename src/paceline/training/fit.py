@@ -243,11 +243,13 @@ class Fit:
                 if self._snapshot is not None and self._snapshot.step == step:
                     logger.warning("step %d is not saved: %s", step, told)
                     return ""
-                logger.warning("step %d is lost: %s", step, told)
+                logger.warning(
+                    "step %d is lost, and the model of an earlier step is kept: %s", step, told
+                )
         kept = self._before()
         self._snapshot, self._saved = kept.snapshot, kept.saved
         self._server = kept.server(self._settings)
-        return f" (the model is that of step {kept.step}: step {step} is not whole)"
+        return f" (the model is that of step {kept.step}: step {step} is incomplete)"
 
     def _before(self) -> Start:
         """Return the newer of the last checkpoint and the newest snapshot in memory."""

@@ -72,8 +72,8 @@ def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool
         return None
     if not found:
         raise CheckpointError(
-            f"no checkpoint at {saves.path}: no step-… folder with a manifest; to begin at the "
-            "beginning then, use resume(…, missing_ok=True)"
+            f"no checkpoint at {saves.path}: no step-… folder with a manifest; to start a new run "
+            "in that case, use resume(…, missing_ok=True)"
         )
     refused = []
     for place in found:
@@ -86,8 +86,8 @@ def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool
             if found == [str(saves.path)]:
                 raise
             refused.append(str(error))
-            logger.warning("%s is passed over: %s", place, error)
-    raise CheckpointError(f"none of the checkpoints at {saves.path} is good: {'; '.join(refused)}")
+            logger.warning("%s is skipped: %s", place, error)
+    raise CheckpointError(f"no checkpoint at {saves.path} is usable: {'; '.join(refused)}")
 
 
 def _saves_at(known: Checkpoints | None, path: Path | str | Checkpoints) -> Checkpoints:
@@ -117,7 +117,9 @@ def _checked(settings: Settings, place: str, folder: Path, key: bytes | None) ->
         raise
     except Exception as error:  # a forged state may fail anywhere
         why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{place} does not fit this run: {why}; use another") from error
+        raise CheckpointError(
+            f"{place} does not fit this run: {why}; use another checkpoint"
+        ) from error
     return snapshot
 
 
@@ -125,7 +127,7 @@ def _compare_about(settings: Settings, place: str, theirs: Mapping[str, Any]) ->
     mine = settings.about()
     if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
         told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
-        raise OtherRun(f"{place} is not of this run: {told}; make the trainer alike")
+        raise OtherRun(f"{place} is not of this run: {told}; give the Trainer the saved settings")
 
 
 def _compare_engine(
@@ -137,7 +139,7 @@ def _compare_engine(
     if isinstance(workers, dict) and len(workers) != size:
         raise OtherRun(
             f"{place} is not of this run: the saved run had {len(workers)} workers and this "
-            f"simulator has {size}; make it alike"
+            f"simulator has {size}; give it as many workers"
         )
     at = Ledger()
     at.version = snapshot.step

@@ -145,7 +145,9 @@ def unused(path: Path, step: int | None) -> Path:
     names = (path.with_stem(stem if n == 1 else f"{stem}.{n}") for n in count(1))
     found = next(name for name in names if not name.exists())
     if found != path:
-        logger.warning("the journal of this run is %s, since none is overwritten", found)
+        logger.warning(
+            "the journal of this run is %s, since existing journals are not overwritten", found
+        )
     return found
 
 

@@ -68,7 +68,7 @@ def test_wrong_usage_is_code_2(paceline: Callable[..., Result], tmp_path: Path) 
     ("error", "told"),
     [
         (ValueError("k=12 exceeds\nthe 8 workers; use k <= 8"), "k=12 exceeds the 8 workers; use"),
-        (KeyError("w9"), "this is a fault of Paceline"),
+        (KeyError("w9"), "this is a bug in Paceline"),
     ],
 )
 def test_an_error_is_one_sentence_unless_asked_for_more(error: Exception, told: str) -> None:

@@ -48,7 +48,7 @@ def test_a_machine_that_is_well() -> None:
         ({"versions": {**HOST["versions"], "ray": "2.9.3"}}, "error", "too old", ">=2.59"),
         ({"versions": {"ray": "2.60.0"}}, "error", "PyTorch is missing", "pip install torch"),
         ({"load": 5.0}, "warning", "a load of 5.0 on 2 cores", "expect Ray to start slowly"),
-        ({"free_memory": 2**28}, "warning", "memory free", "end what needs memory"),
+        ({"free_memory": 2**28}, "warning", "memory free", "end processes that use much memory"),
         ({"shared_memory": 64 * 2**20}, "warning", "67.1 MB of shared memory", "--shm-size"),
         ({"threads": {"OMP_NUM_THREADS": "64"}}, "warning", "more threads", "OMP_NUM_THREADS=2"),
     ],
@@ -74,7 +74,7 @@ OLD = {**HOST["versions"], "torch": "2.6.0"}
 @pytest.mark.parametrize(
     ("ill", "level", "told", "fix"),
     [
-        ({"error": "nobody answers at x:1"}, "error", "nobody answers", "ray start --head"),
+        ({"error": "no cluster answers at x:1"}, "error", "no cluster answers", "ray start --head"),
         (
             {"nodes": FAR, "started": False, "authentication": "disabled"},
             *("warning", "not authenticated", "RAY_AUTH_MODE=token"),
@@ -85,11 +85,19 @@ OLD = {**HOST["versions"], "torch": "2.6.0"}
         ),
         (
             {"workers": {"w0": worker(), "w1": worker("b", versions=OLD)}},
-            *("error", "torch is 2.13.0 here, and otherwise: w1 2.6.0", "install torch 2.13.0"),
+            *(
+                "error",
+                "torch is 2.13.0 here, but differs on workers: w1 2.6.0",
+                "install torch 2.13.0",
+            ),
         ),
         (
             {"workers": {"w0": worker(), "w1": worker("b", versions={"python": "3.11.7"})}},
-            *("error", "paceline is 0.1.0 here, and otherwise: w1 missing", "install paceline"),
+            *(
+                "error",
+                "paceline is 0.1.0 here, but differs on workers: w1 missing",
+                "install paceline",
+            ),
         ),
         (
             {"workers": {"w0": worker(threads={}), "w1": worker()}},
@@ -138,8 +146,8 @@ def test_whoever_does_not_answer_is_ended_with_what_it_started(tmp_path: Path) -
     ("code", "answer"),
     [
         ("print('noise'); print('{\"ray\": 1}')", {"ray": 1}),
-        ("print('noise')", {"error": "Ray ended with code 0 and without an answer"}),
-        ("import sys; sys.exit(3)", {"error": "Ray ended with code 3 and without an answer"}),
+        ("print('noise')", {"error": "Ray exited with code 0 and gave no answer"}),
+        ("import sys; sys.exit(3)", {"error": "Ray exited with code 3 and gave no answer"}),
     ],
 )
 def test_answers_are_the_last_line(code: str, answer: dict[str, Any]) -> None:
@@ -150,4 +158,4 @@ def test_an_address_where_nobody_is(paceline: Callable[..., Result]) -> None:
     found = paceline("doctor", "--address", "127.0.0.1:1", "--json")
     assert found.exit_code == 1
     last = json.loads(found.stdout)["findings"][-1]
-    assert last["level"] == "error" and "nobody answers at 127.0.0.1:1" in last["text"]
+    assert last["level"] == "error" and "no cluster answers at 127.0.0.1:1" in last["text"]

@@ -38,7 +38,7 @@ def test_what_cannot_be_exported(paceline: Paceline, journal: Path, tmp_path: Pa
     text = journal.read_text()
     done = paceline("export", journal, "-o", journal)
     assert done.exit_code == 1
-    assert "is a journal, and would be lost" in done.stderr
+    assert "is a journal and would be overwritten" in done.stderr
     assert journal.read_text() == text
     other = tmp_path / "other.txt"
     other.write_text("[]\n")

@@ -163,7 +163,7 @@ def test_no_command_overwrites_a_journal(
     ):
         done = paceline(*command)
         assert done.exit_code == 1
-        assert "is a journal, and would be lost; give another name to -o" in done.stderr
+        assert "is a journal and would be overwritten; give -o another name" in done.stderr
         assert other.read_text() == journal.read_text() == text
     done = paceline("plan", journal, "--target", "0.5")
     assert done.exit_code == 1

@@ -65,7 +65,7 @@ def test_exit_codes_are_the_scripts(paceline: Paceline, script: Script) -> None:
     found = paceline("train", script("trainer.fit(steps=5)\nsys.exit(7)\n"))
     assert found.exit_code == 7 and "5 steps" in found.stdout
     found = paceline("train", script("pass\n"))
-    assert found.exit_code == 0 and "without a Trainer" in found.stderr
+    assert found.exit_code == 0 and "without a call of Trainer.fit()" in found.stderr
 
 
 def test_an_error_of_the_script_has_its_own_traceback(paceline: Paceline, script: Script) -> None:
@@ -139,12 +139,12 @@ def test_options_after_dashes_are_the_scripts(paceline: Paceline, script: Script
 
 def test_what_cannot_be_measured_is_said(paceline: Paceline, script: Script) -> None:
     found = paceline("profile", script("pass\n"))
-    assert found.exit_code == 1 and "ended without a Trainer" in found.stderr
+    assert found.exit_code == 1 and "ended without a call of Trainer.fit()" in found.stderr
     found = paceline("profile", script("1 / 0\n"))
     assert found.exit_code == 1 and "ZeroDivisionError" in found.stderr
     found = paceline("profile", script("trainer.fit(steps=5)\n"), "--seconds", "0.01")
     assert found.exit_code == 1 and "measure for longer" in found.stderr
     found = paceline("profile", script("pass\n"), "-o", "nowhere/fleet.json")
-    assert found.exit_code == 1 and "there is no folder nowhere" in found.stderr
+    assert found.exit_code == 1 and "the folder nowhere does not exist" in found.stderr
     found = paceline("profile", script("pass\n"), "--prices-per-hour", "cheap")
     assert found.exit_code == 2 and "is no price" in found.stderr

@@ -237,7 +237,7 @@ def test_a_sender_without_memory_has_nothing_to_load() -> None:
     sender = Stateless(Half())
     sender.refund(sender.send(normal(4), 0))
     assert sender.state_dict() == {}
-    with pytest.raises(ValueError, match="remembers nothing"):
+    with pytest.raises(ValueError, match="has no state"):
         sender.load_state_dict({"error": torch.zeros(4)})
 
 

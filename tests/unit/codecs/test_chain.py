@@ -71,8 +71,8 @@ def test_what_cannot_be_chained_is_refused() -> None:
     for first in (Int8(), Sign(), Half(), Feedback(TopK(0.1)), DeepGradient(0.1)):
         with pytest.raises(ValueError, match="begin with TopK, RandomK or LowRank"):
             Chain(first, Half())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="put what ends in whole numbers last"):
+    with pytest.raises(ValueError, match="put the codec that sends whole numbers last"):
         Chain(Chain(TopK(0.1), Int8()), Half())
     for second in (Feedback(Int8()), DeepGradient(0.1), LowRank(1, ((10, 10),))):
-        with pytest.raises(ValueError, match="put it around the chain"):
+        with pytest.raises(ValueError, match="put it first, or around the chain"):
             Chain(TopK(0.1), second).sender(1000)

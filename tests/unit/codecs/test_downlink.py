@@ -54,7 +54,7 @@ def test_what_is_longer_than_the_model_is_sent_whole() -> None:
 
 
 def test_a_memory_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="give the codec without its memory"):
+    with pytest.raises(ValueError, match="give the codec without error feedback"):
         Downlink(pl.codecs.Feedback(pl.codecs.TopK(0.1)), np.zeros(4), 4)
 
 

@@ -139,12 +139,12 @@ def test_what_needs_no_memory_or_cannot_have_one_is_refused() -> None:
         with pytest.raises(ValueError, match="use scaled=False"):
             Feedback(codec)
     for recipe in (Feedback(TopK(0.1)), DeepGradient(0.1)):
-        with pytest.raises(ValueError, match="remembers by itself"):
+        with pytest.raises(ValueError, match="has error feedback already"):
             Feedback(recipe)
         for rate in (-0.1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="learning rate is finite"):
+            with pytest.raises(ValueError, match="use a finite learning rate"):
                 recipe.sender(N).send(normal(N), 0, rate)
-        with pytest.raises(ValueError, match="for a sender of vectors of 40"):
+        with pytest.raises(ValueError, match="this sender takes 40"):
             recipe.sender(N).send(normal(N + 1), 0)
 
 

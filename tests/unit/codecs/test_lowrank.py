@@ -113,7 +113,7 @@ def test_a_residual_network_shrinks_as_reckoned() -> None:
 
 def test_other_sizes_and_ranks_are_refused() -> None:
     codec = LowRank(1, ((10, 10),))
-    with pytest.raises(ValueError, match="a vector of 99 for shapes of 100"):
+    with pytest.raises(ValueError, match="the vector has 99 values and the shapes have 100"):
         codec.sender(99)
     with pytest.raises(ValueError, match="use 1 or more"):
         LowRank(0, ())

@@ -67,7 +67,9 @@ def test_by_tensor_each_sends_its_own_largest_and_one_at_least() -> None:
     assert TopK(0.01, (4, 0, 3, 1)).count(8) == 3
     assert TopK(0.5).places(TopK(0.5).encode(vector, 0), 8).tolist() == [0, 1, 2, 3]
     for size in (7, 9):
-        with pytest.raises(ValueError, match=f"a vector of {size} for tensors of 8"):
+        with pytest.raises(
+            ValueError, match=f"the vector has {size} values and the tensors have 8"
+        ):
             codec.sender(size)
 
 

@@ -61,7 +61,7 @@ def test_cut_otherwise_memories_begin_anew() -> None:
 
 def test_a_message_of_another_cut_is_refused() -> None:
     (packed,) = Uplink(pl.codecs.TopK(1.0), 2).send(np.zeros(4), 0, 1.0, [(0, 4)])
-    with pytest.raises(ValueError, match="a message with 2 numbers behind the trained ones"):
+    with pytest.raises(ValueError, match="the message has 2 values after the trained ones"):
         received(packed, pl.codecs.TopK(1.0), (0, 5), 2)
 
 

@@ -218,7 +218,7 @@ def test_bad_arguments_are_refused() -> None:
         Stochastic(4, ((0, 1),), 1.0)
     with pytest.raises(ValueError, match="n=7 is no multiple of copies=2"):
         Replicated(7, 2, 1)
-    with pytest.raises(ValueError, match="10 ends of edges must be shared evenly"):
+    with pytest.raises(ValueError, match="divide 2 n = 10"):
         graph(5, 3, 1)
     with pytest.raises(ValueError, match="row 9 is not of this code"):
         LeastSquares(4, ((0, 9),), 1)

@@ -66,19 +66,19 @@ REFUSED: list[tuple[Command, str]] = [
     (Assign("w0", Work(samples=0)), "a task needs at least one sample, step and share"),
     (Assign("w0", Work(samples=-1)), "a task needs at least one sample, step and share"),
     (Assign("w0", Work(steps=0)), "a task needs at least one sample, step and share"),
-    (Cancel(1), "it is not running"),
-    (Cancel(9), "it is not running"),
-    (Discard(0), "it is not held"),
-    (Discard(9), "it is not held"),
-    (Step({}), "it uses no result"),
+    (Cancel(1), "this task is not running"),
+    (Cancel(9), "this task is not running"),
+    (Discard(0), "no result of this task is held"),
+    (Discard(9), "no result of this task is held"),
+    (Step({}), "the step uses no result"),
     (Step({1: 0.5, 0: 0.25, 9: 0.25}), "results not held: [0, 9]"),
-    (Step({2: 0.5, 1: 0.5}), "results of no sample: [2]; discard them"),
-    (Step({1: 1.0}, mix={"w0": 0.5, "w1": 0.5}), "no copy of ['w1']"),
+    (Step({2: 0.5, 1: 0.5}), "results without samples: [2]; discard them"),
+    (Step({1: 1.0}, mix={"w0": 0.5, "w1": 0.5}), "no copy of the models of ['w1']"),
     (Step({1: nan}), "a weight is not finite"),
     (Step({1: -inf}), "a weight is not finite"),
-    (SetTimer("late", 2.0), "it is already 2"),
-    (SetTimer("late", 1.0), "it is already 2"),
-    (Start(Task(5, "w0", Work(), 0, 0.0, 1, 0)), "policies assign; the ledger starts"),
+    (SetTimer("late", 2.0), "the time is already 2"),
+    (SetTimer("late", 1.0), "the time is already 2"),
+    (Start(Task(5, "w0", Work(), 0, 0.0, 1, 0)), "only the ledger makes Start; use Assign"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_a_peer_begins_with_copies_of_its_neighbors_and_of_itself() -> None:
     assert (ledger.node, ledger.tensors) == ("w0", (2, 3))
     assert ledger.copies == {"w0": 0, "w1": 0, "w5": 0}
     assert ledger.record(1.0, Received("w5", 7)) and ledger.copies["w5"] == 7
-    with pytest.raises(PolicyError, match=r"no copy of \['w2'\]"):
+    with pytest.raises(PolicyError, match=r"no copy of the models of \['w2'\]"):
         ledger.apply(Step({}, mix={"w2": 0.5}))
     with pytest.raises(PolicyError, match="weight of a copy is not finite"):
         ledger.apply(Step({}, mix={"w1": float("inf")}))
@@ -268,9 +268,11 @@ def test_a_message_moves_the_copy_that_others_have() -> None:
     assert ledger.apply(Send(("w1",), (0,))) == Send(("w1",), (0,))
     assert ledger.copies == {"w0": 1, "w1": 0}
     for wrong in (Send(("w0",)), Send(())):
-        with pytest.raises(PolicyError, match="only a peer sends, and to others"):
+        with pytest.raises(
+            PolicyError, match="only a node of a decentralized run sends, and only to other nodes"
+        ):
             ledger.apply(wrong)
-    with pytest.raises(PolicyError, match="only a peer sends"):
+    with pytest.raises(PolicyError, match="only a node of a decentralized run sends"):
         books("w0").apply(Send(("w1",)))
 
 
@@ -413,7 +415,7 @@ def test_a_tiles_samples_that_are_lost_are_done_again() -> None:
 
 @pytest.mark.parametrize("work", [Work(tiles={}), Work(tiles={0: 0}), Work({0: 1.0}, tiles={0: 1})])
 def test_a_tile_gives_samples_and_no_parts(work: Work) -> None:
-    with pytest.raises(PolicyError, match="each tile gives at least one sample"):
+    with pytest.raises(PolicyError, match="each data shard in tiles= needs at least one sample"):
         books("w0").apply(Assign("w0", work))
 
 

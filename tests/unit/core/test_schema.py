@@ -108,16 +108,16 @@ def changed(*path: str, to: Any) -> Any:
         (changed("version", to=2.0), "the state of pair has version 2.0, and"),
         (changed("schema", to="average"), "the saved state is of average, but pair was given; "
          "resume with the policy that the run was started with"),
-        (changed("more", to=1), "the state of pair is not a schema, a version and a state"),
-        (changed("state", to=[]), "the state of pair is not an object with names"),
+        (changed("more", to=1), "the state of pair must have exactly the keys schema, version"),
+        (changed("state", to=[]), "the state of pair is not a JSON object"),
         (changed("state", "more", to=1), "'more' unknown in the state of pair; version 2 has "
          "first, second, seen"),
         (changed("state", to={}), "'first', 'second', 'seen' missing in the state of pair"),
-        (changed("state", "seen", to=5), "pair.seen is of another type than it should be"),
-        (changed("state", "first", to=None), "the state of average is not a schema"),
-        (changed("state", "second", to={}), "pair.second has saved state, and None was given"),
+        (changed("state", "seen", to=5), "pair.seen has the type "),
+        (changed("state", "first", to=None), "the state of average must have exactly the keys"),
+        (changed("state", "second", to={}), "pair.second has saved state, but the given None has"),
         (changed("state", "first", "state", to={}), "'mean' missing in the state of average"),
-        (5, "the state of pair is not a schema, a version and a state"),
+        (5, "the state of pair must have exactly the keys schema, version"),
         ({"class": "Pair", "fields": {}}, "the state of Pair was saved before formats had "
          "versions; finish the run with the version of paceline that saved it, or start a new "),
     ],
@@ -134,7 +134,9 @@ def test_the_state_of_another_policy_is_refused() -> None:
         load_state(pl.deadline(1.0), save_state(pl.sync()))
     with pytest.raises(SchemaError, match="saved state is of gather, but deadline was given"):
         load_state(pl.policies.Until(pl.deadline(1.0)), save_state(pl.policies.Until(pl.sync())))
-    with pytest.raises(SchemaError, match=r"gather\.placement has saved state, and None was"):
+    with pytest.raises(
+        SchemaError, match=r"gather\.placement has saved state, but the given None has"
+    ):
         load_state(pl.sync(), save_state(pl.policies.Gather(placement=pl.BySpeed())))
 
 

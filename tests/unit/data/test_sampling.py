@@ -124,7 +124,7 @@ def test_shared_data_are_drawn_as_ever() -> None:
 
 
 def test_tiles_must_be_of_the_data() -> None:
-    with pytest.raises(ValueError, match="tiles are of 8 samples and the data have 9"):
+    with pytest.raises(ValueError, match="have 8 samples together, and the dataset has 9"):
         Samples(9, 0, TILES)
-    with pytest.raises(ValueError, match="the learner was given none"):
+    with pytest.raises(ValueError, match="the learner has none"):
         Samples(8, 0).of(task((0,), tiles={1: 4}))

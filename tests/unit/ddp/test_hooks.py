@@ -293,7 +293,7 @@ def test_a_hook_has_one_model() -> None:
     with pytest.raises(TypeError, match="DistributedDataParallel, not Given"):
         hook.register(Given(a=(2,)))  # type: ignore[arg-type]
     hook.register(wrapped(a=(2, 2)))
-    with pytest.raises(RuntimeError, match="has a model already"):
+    with pytest.raises(RuntimeError, match="is already registered on a model"):
         hook.register(wrapped(a=(2, 2)))
 
 

@@ -462,7 +462,7 @@ def test_ranks_that_disagree_are_told_before_the_first_step(name: str) -> None:
             60, rank=rank, world_size=2, gather=meeting.gather(rank), **mine
         )
         sampler.set_epoch(int(rank == 1 and name == "epoch"))
-        with pytest.raises(RuntimeError, match=r"ranks \[1\] would cut") as error:
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] would split") as error:
             next(sampler.measured(Loader(sampler, 0)))
         return str(error.value)
 

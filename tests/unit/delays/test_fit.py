@@ -151,7 +151,7 @@ def test_few_observations_tell_no_law() -> None:
     few = fit([1.0, 1.1, 0.9])
     assert few.model == Trace([1.0, 1.1, 0.9])
     assert not few.fits
-    assert few.note == "3 finished tasks tell no law; at least 8 do"
+    assert few.note == "3 finished tasks are too few to fit a law; 8 or more are needed"
     low, high = few.intervals["mean"]
     assert low < 0.5 and high > 3.0  # of three nobody knows more
     hidden = fit([1.0, 2.0, 3.0, 3.0], [False, False, True, True])
@@ -173,7 +173,9 @@ def test_an_infinite_mean_needs_strong_evidence() -> None:
 def test_half_given_up_is_said() -> None:
     found = fit(*awaited(Exponential(1.0), 500, 2, k=2))
     assert found.fits
-    assert found.note.endswith("of 500 tasks were given up: the mean rests on the law's tail")
+    assert found.note.endswith(
+        "of 500 tasks did not finish (censored): the mean depends on the law's tail"
+    )
 
 
 def test_only_the_newest_count() -> None:

@@ -100,7 +100,7 @@ def test_a_worker_with_few_tasks_is_told_as_such() -> None:
     found = fit_workers(journal)["w0"]
     assert found.compute is not None
     assert not found.compute.fits
-    assert found.compute.note == "5 finished tasks tell no law; at least 8 do"
+    assert found.compute.note == "5 finished tasks are too few to fit a law; 8 or more are needed"
 
 
 def test_one_size_of_messages_is_a_lump() -> None:

@@ -53,7 +53,9 @@ def test_a_two_ended_codec_has_every_message_read() -> None:
     assert held.read("w0", first, wanted=False) is not None
     vector = held.read("w0", second)
     assert vector is not None and vector.tolist() == [3.0, 3.0]
-    with pytest.raises(Refused, match="came after"):  # another life begins with the first message
+    with pytest.raises(
+        Refused, match="arrived after"
+    ):  # another life begins with the first message
         held.read("w0", first)
     held.forget("w0")
     assert held.read("w0", first) is not None

@@ -367,7 +367,7 @@ def test_engines_that_cannot_be_are_refused() -> None:
     for link in ({"latency": -1.0}, {"down": 0.0}, {"up": -2.0}):
         with pytest.raises(ValueError, match=r"Link\(.*use latency >= 0 and bandwidths > 0 bytes"):
             pl.delays.Link(**link)
-    with pytest.raises(ValueError, match="schedule names w2; there are w0 to w1"):
+    with pytest.raises(ValueError, match="schedule names w2; the workers are w0 to w1"):
         opened(pl.Simulator(2, schedule=[(1.0, Left("w2"))]))
 
 

@@ -109,7 +109,7 @@ def test_a_missing_message_is_noticed() -> None:
     codec = pl.codecs.TopK(0.1)
     sender, receiver = node("w0", codec), node("w1", codec, "w0")
     sender.publish(None)
-    with pytest.raises(RuntimeError, match="message 2 of w0 to w1 after message 0"):
+    with pytest.raises(RuntimeError, match="message 2 from w0 to w1 arrived after message 0"):
         receiver.receive("w0", sender.publish(None))
 
 
@@ -163,10 +163,10 @@ def test_what_is_no_sound_message_of_its_sender_is_refused(codec: Codec | None) 
     spoiled["untrained"] = pack(Message((*parts[:-1], torch.zeros(parts[-1].numel() + 1))))
     spoiled["cut"], spoiled["noise"] = message[:-1], np.full(40, 7, np.uint8)
     for bad in spoiled.values():
-        with pytest.raises(RejectedUpdate, match="a message of w0 to w1"):
+        with pytest.raises(RejectedUpdate, match="a message from w0 to w1"):
             receiver.receive("w0", bad)
         assert np.array_equal(receiver._copies["w0"], receiver._start)
-    with pytest.raises(RejectedUpdate, match="under the name of w2"):
+    with pytest.raises(RejectedUpdate, match="carries the name of w2"):
         receiver.receive("w2", message)
     assert receiver.receive("w0", message) == 1
 
@@ -212,7 +212,7 @@ def test_a_result_that_is_not_finite_is_of_no_use_until_it_is_the_models_doing()
 
 
 def test_a_codec_with_a_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="hold what was left out already"):
+    with pytest.raises(ValueError, match="include what earlier messages left out"):
         node("w0", pl.codecs.Feedback(pl.codecs.TopK(0.1)))
 
 

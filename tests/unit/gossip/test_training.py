@@ -396,14 +396,17 @@ def test_messages_are_paid_for() -> None:
         ({"placement": pl.policies.Placed(pl.partition.even(240, 4))}, "data stay with the nodes"),
         (
             {"placement": pl.policies.Placed(pl.partition.even(240, 8), move=False)},
-            "cut them into 4",
+            "use 4 shards",
         ),
-        ({"model_codec": pl.codecs.TopK(0.1)}, "send their models to neighbors alone"),
+        ({"model_codec": pl.codecs.TopK(0.1)}, "nodes send models to neighbors only"),
         ({"checkpoints": pl.Checkpoints("x")}, "has no checkpoints yet"),
-        ({"min_workers": 2}, "begin together: leave min_workers out"),
+        ({"min_workers": 2}, "start together: leave min_workers= out"),
         ({"robust": pl.robust.TrimmedMean(1)}, "needs a central coordinator"),
-        ({"on_not_finite": "skip"}, "needs the results of given samples"),
-        ({"codec": pl.codecs.Feedback(pl.codecs.TopK(0.1))}, "hold what was left out already"),
+        ({"on_not_finite": "skip"}, "cannot do without the results of skipped samples"),
+        (
+            {"codec": pl.codecs.Feedback(pl.codecs.TopK(0.1))},
+            "include what earlier messages left out",
+        ),
         ({"codec": pl.codecs.TopK(0.1, (3, 3))}, "is for vectors of one size"),
     ],
 )
@@ -415,7 +418,7 @@ def test_what_cannot_be_combined_is_refused(more: dict[str, Any], message: str) 
 def test_wrong_recipes_are_refused() -> None:
     with pytest.raises(ValueError, match="the graph has 4 nodes and the engine 3 workers"):
         pl.Trainer(least_squares(), pl.gossip.Gossip(pl.gossip.ring(4)), pl.Simulator(3))
-    with pytest.raises(ValueError, match="give Gossip as it is"):
+    with pytest.raises(ValueError, match="give the Gossip policy itself"):
         pl.Trainer(
             least_squares(),
             pl.policies.Until(pl.gossip.Gossip(pl.gossip.ring(4)), 3),

@@ -343,7 +343,7 @@ class Asks(Classifier):
 
 class Logs(Classifier):
     def on_train_epoch_end(self) -> None:
-        raise AssertionError("is not called")
+        raise AssertionError("Paceline does not call")
 
 
 def plateau(module: nn.Module) -> Any:
@@ -402,8 +402,8 @@ def uncopied(module: nn.Module) -> Any:
         (Asks(), "asks for a Lightning trainer.*as an argument"),
         (lightning.LightningModule(), "has no training_step"),
         (nn.Linear(1, 1), "no LightningModule.*TorchLearner"),
-        (Classifier(lambda m: None), "these optimizers: none; one"),
-        (Classifier(several), "these optimizers: SGD, SGD, SGD; one is possible"),
+        (Classifier(lambda m: None), "these optimizers: none; return exactly one"),
+        (Classifier(several), "these optimizers: SGD, SGD, SGD; return exactly one"),
         (Classifier(foreign), "1 trained tensors that are not the module's"),
         (Classifier(plateau), "ReduceLROnPlateau of Classifier watches a metric"),
         (Classifier(foreign_schedule), "Foreign of Classifier is no LRScheduler.*or None"),
@@ -489,7 +489,7 @@ def test_a_batch_cannot_be_skipped() -> None:
 
 def test_hooks_that_are_not_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
     trainer(Logs()).fit(epochs=2)
-    assert "Logs defines on_train_epoch_end: not called here" in caplog.text
+    assert "Logs defines on_train_epoch_end, which Paceline does not call" in caplog.text
 
 
 class Endless(IterableDataset[Any]):

@@ -114,7 +114,7 @@ def test_parts_with_local_steps_or_a_budget_are_refused(
 ) -> None:
     learner.check(Work(parts={0: 1.0}))
     for work in (Work(parts={0: 1.0}, steps=2), Work(parts={0: 1.0}, budget=1.0)):
-        with pytest.raises(ValueError, match="give them one step and no budget"):
+        with pytest.raises(ValueError, match="use steps=1 and no budget"):
             learner.check(work)
 
 

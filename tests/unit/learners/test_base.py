@@ -266,9 +266,9 @@ def test_what_is_too_old_for_a_shorter_lag_is_not_multiplied() -> None:
 @pytest.mark.parametrize(
     ("wants", "message"),
     [
-        ({"dot", ("dot", 3)}, r"products with the steps \[1, 3\] before .* use the same lag"),
-        ({("dot", 2), ("dot", 3)}, r"products with the steps \[2, 3\] before .* use the same lag"),
-        ({("dot", 0)}, r'\("dot", 0\) names no step before; .* lag >= 1'),
+        ({"dot", ("dot", 3)}, r"several lags, \[1, 3\] .* use the same lag"),
+        ({("dot", 2), ("dot", 3)}, r"several lags, \[2, 3\] .* use the same lag"),
+        ({("dot", 0)}, r'\("dot", 0\) names no earlier step; .* lag >= 1'),
     ],
 )
 def test_impossible_lags_are_refused(wants: set[Want], message: str) -> None:

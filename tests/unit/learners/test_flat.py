@@ -186,13 +186,13 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 def test_a_vector_of_another_size_is_refused() -> None:
     flat = FlatModule(nn.Linear(2, 1))
     zeros = np.zeros(4, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"a model of 3 values got \(4,\)"):
+    with pytest.raises(ValueError, match=r"a model of 3 values got a vector of shape \(4,\)"):
         flat.load([zeros])
-    with pytest.raises(ValueError, match=r"a model of 3 values got \(2,\)"):
+    with pytest.raises(ValueError, match=r"a model of 3 values got a vector of shape \(2,\)"):
         flat.load([zeros[:2], zeros[:2]])
-    with pytest.raises(ValueError, match=r"a model of 3 values got \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"a model of 3 values got a vector of shape \(1, 3\)"):
         flat.load([zeros[None, :3]])
-    with pytest.raises(ValueError, match=r"a model of 3 values got 2"):
+    with pytest.raises(ValueError, match=r"a model of 3 values got slices of 2 values"):
         flat.load([zeros[:2]])
 
 

@@ -57,7 +57,7 @@ def test_the_settings_of_the_first_group_can_be_had() -> None:
     recipe = RemadeOptimizer(grouped(given), given)
     shapes = {str(i): tuple(parameter.shape) for i, parameter in enumerate(given)}
     assert Rates(recipe, None, shapes).groups(0)[0]["lr"] == 0.25
-    with pytest.raises(ValueError, match="2 tensors for the groups of an optimizer of 3"):
+    with pytest.raises(ValueError, match="got 2 tensors for an optimizer of 3"):
         recipe(given[:2])
 
 
@@ -77,9 +77,9 @@ def test_what_cannot_be_made_anew_is_refused() -> None:
     given = tensors()
     other = Fixed([{"params": given}])
     other.param_groups[0]["lr"] = 0.3
-    with pytest.raises(ValueError, match="Fixed made anew has other settings"):
+    with pytest.raises(ValueError, match="a copy of Fixed has other settings"):
         RemadeOptimizer(other, given)
-    with pytest.raises(ValueError, match=r"Needy cannot be made anew.*secret.*give optimizer="):
+    with pytest.raises(ValueError, match=r"Needy cannot be copied.*secret.*give optimizer="):
         RemadeOptimizer(Needy(given, 1), given)
 
 

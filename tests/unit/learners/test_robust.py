@@ -154,7 +154,7 @@ def test_what_cannot_outvote_the_bad_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             pl.Trainer(LEARNER, policy, FLEET, robust=rule, progress=False)
-    with pytest.raises(ValueError, match="bad=0: say how many"):
+    with pytest.raises(ValueError, match="bad=0: give the number"):
         pl.robust.TrimmedMean(0)
     with pytest.raises(ValueError, match="use a radius > 0"):
         pl.robust.CenteredClip(0.0)

@@ -622,7 +622,7 @@ def test_a_dataset_may_be_opened_by_a_function_once_in_a_worker() -> None:
         ),
         (
             Work(parts={0: 1.0}, budget=1.5),
-            "half a part of a batch is of no use: give coded work no budget",
+            "coded work needs whole parts of a batch: leave its budget out",
         ),
         (
             Work(steps=3),

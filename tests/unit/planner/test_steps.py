@@ -51,7 +51,7 @@ def test_a_profile_names_the_optimizer_and_does_not_measure_for_others_than_sgd(
     assert found.optimizer is not None
     assert (found.optimizer["name"], found.optimizer["lr"]) == ("AdamW", 0.02)
     assert found.optimizer["betas"] == [0.9, 0.999]
-    assert found.unknown.startswith("the learner's optimizer is AdamW, and how many steps")
+    assert found.unknown.startswith("the learner's optimizer is AdamW, and the number of steps")
     assert pl.Profile.from_json(found.to_json()) == found
     momentum = learner_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     found = pl.profile(momentum, ENGINE, seconds=20.0, tasks=2, warm=0)
@@ -62,7 +62,7 @@ def test_a_profile_names_the_optimizer_and_does_not_measure_for_others_than_sgd(
 
 def test_momentum_alone_makes_no_sgd() -> None:
     """RMSprop has a momentum too, and steps otherwise."""
-    with pytest.raises(ValueError, match="forecasts are of SGD"):
+    with pytest.raises(ValueError, match="forecasts are for SGD only"):
         pl.planner.sgd_equivalent_lr(learner_of(partial(torch.optim.RMSprop, lr=0.1)))
 
 
@@ -114,7 +114,7 @@ def test_which_policies_average_whole_batches(policy: pl.protocol.Policy, whole:
 
 def test_without_curvature_a_plan_is_by_steps_too() -> None:
     found = pl.plan(replace(PROFILE, optimizer=None, codes=False), target=0.5, seeds=1)
-    assert found.unknown == "the profile knows no curvature of the loss"
+    assert found.unknown == "the profile has no curvature of the loss"
 
 
 def test_a_forecast_of_another_optimizer_is_of_a_step() -> None:

@@ -376,12 +376,12 @@ def test_nothing_is_kept_of_parts_that_were_lost() -> None:
         (pl.coded(1, 1), None),
         (
             pl.policies.Coded(graph(6, 2, 1)),
-            r"decodes whatever has come; say after how many answers: Coded\(code, wait=5\)",
+            r"decodes from any number of answers; set how many to wait for: Coded\(code, wait=5\)",
         ),
-        (pl.coded(1, 1, verify=2), "verify=2: this code bears 1 stragglers"),
+        (pl.coded(1, 1, verify=2), "verify=2: this code tolerates 1 stragglers"),
         (
             pl.policies.Coded(graph(6, 2, 1), wait=5, verify=1),
-            "estimates differ without anybody being wrong; use an exact code, and no wait=",
+            "differ even if all workers are right; use an exact code, and no wait=",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -360,5 +361,7 @@ def test_names_are_settings_of_gather() -> None:
 
 def test_a_number_given_to_sync_must_be_named() -> None:
     """`sync(3)` reads like "wait for three", which is `k_sync(3)`."""
-    with pytest.raises(TypeError, match="positional"):
+    told = r"got 3; use pl\.sync\(shares=3\) .*, or pl\.k_sync\(3\) to wait for the fastest 3"
+    with pytest.raises(TypeError, match=told):
         pl.sync(3)  # type: ignore[call-arg]
+    assert str(inspect.signature(pl.sync)) == "(*, shares: 'int | None' = None) -> 'Gather'"

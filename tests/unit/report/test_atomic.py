@@ -57,7 +57,9 @@ def test_the_journal_of_another_run_is_not_written_over(tmp_path: Path, length: 
         lambda: write_page(other, record_of(run.journals)),
         lambda: write(run.journal, other),
     ):
-        with pytest.raises(FileExistsError, match=r"other.jsonl is a journal, and would be lost"):
+        with pytest.raises(
+            FileExistsError, match=r"other.jsonl is a journal and would be overwritten"
+        ):
             attempt()
     assert other.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["other.jsonl", "run.jsonl"]

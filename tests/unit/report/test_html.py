@@ -123,8 +123,8 @@ def test_the_page_has_the_figures_of_the_meter(policy: str, tmp_path: Path) -> N
     assert "by dollars" in words and "by bytes" in words
     asynchronous = float(run.metrics["staleness"].mean()) > 0.1
     refilling = record_of(run.journals).is_refilling
-    assert ("What waiting costs is not told" in words) == (asynchronous or refilling)
-    assert ("Waited for it In the steps" in words) == (not asynchronous and not refilling)
+    assert ("The cost of waiting is not shown" in words) == (asynchronous or refilling)
+    assert ("Waited for it In steps" in words) == (not asynchronous and not refilling)
 
 
 def test_the_command_writes_the_same_page_as_the_run(
@@ -144,7 +144,7 @@ def test_a_journal_is_not_written_over(tmp_path: Path, paceline: Callable[..., R
     run = ran(pl.k_sync(3), journal=path)
     before = path.read_bytes()
     found = paceline("report", path, "-o", path)
-    assert found.exit_code == 1 and "is a journal, and would be lost" in found.stderr
+    assert found.exit_code == 1 and "is a journal and would be overwritten" in found.stderr
     with pytest.raises(ValueError, match=r"such as run\.html"):
         run.report(path)
     assert path.read_bytes() == before
@@ -212,7 +212,9 @@ def test_a_run_that_diverged_is_called_so(last: str) -> None:
 def test_a_loss_that_was_never_a_number_was_told() -> None:
     words = check(page(lost(*[float("nan")] * 3))).words
     assert "with a loss that was never a finite number" in words and " loss nan " in words
-    assert "Results told their loss" in words and "No result told its loss" not in words
+    assert (
+        "The loss was never a finite number" in words and "No result reported its loss" not in words
+    )
 
 
 def test_a_run_without_losses() -> None:
@@ -220,12 +222,12 @@ def test_a_run_without_losses() -> None:
     run = pl.Trainer(pl.learners.TimingOnly(batch_size=4), pl.sync(), engine, progress=False).fit(
         steps=3
     )
-    assert "No result told its loss." in check(page(record_of(run.journals))).words
+    assert "No result reported its loss." in check(page(record_of(run.journals))).words
 
 
 def test_a_journal_without_entries_and_one_without_steps() -> None:
     words = check(page(record_of({"main": Journal()}))).words
-    assert "No step was taken by 0 workers" in words and "Nobody joined." in words
+    assert "No step was taken by 0 workers" in words and "No worker joined." in words
     coordinator = pl.protocol.Coordinator(pl.sync(), journal=Journal())
     coordinator.handle(0.0, pl.protocol.Joined("w0"))
     coordinator.handle(2.0, pl.protocol.Left("w0"))
@@ -260,7 +262,7 @@ def test_a_resumed_run_tells_what_came_after(tmp_path: Path) -> None:
     trainer().fit(steps=10)
     run = trainer().resume(tmp_path / "saved").fit(steps=25)
     words = check(page(record_of(run.journals, run.reason))).words
-    assert "at step 10: figures are of what came after, but times and steps count" in words
+    assert "at step 10: the metrics cover the time after that" in words
     assert "4 workers took 15 steps" in words
 
 
@@ -285,7 +287,7 @@ def test_a_run_without_a_main_node(tmp_path: Path, paceline: Callable[..., Resul
     assert f"4 nodes took {run.meter.version} steps" in words
     assert f"{run.meter.started} started, {run.meter.used} used, " in words
     assert f"{run.meter.started} started, {run.meter.used} used, " in mine
-    assert "Nobody is waited for here" in words and "Whose data were learned from" in words
+    assert "No node waits for another" in words and "Whose data were learned from" in words
     data = json.loads(paceline("report", "--json", *paths).stdout)
     assert data["journals"] == [str(path) for path in paths]
     assert data["steps"] == run.meter.version and data["bytes_up"] == run.meter.up_bytes
@@ -327,7 +329,7 @@ def test_data_that_are_hardly_learned_from_are_warned_of(tmp_path: Path) -> None
     represented = run.meter.represented()
     assert f"{represented.min():.0%}" in words
     few = int((represented < 0.5).sum())
-    assert (f"{few} tile" in words and "Warning." in words) == (few > 0)
+    assert (f"{few} data shard" in words and "Warning." in words) == (few > 0)
 
 
 def test_a_forecast_beside_the_fact(tmp_path: Path) -> None:
@@ -387,14 +389,14 @@ def test_a_forecast_beside_the_fact_of_a_resumed_run(tmp_path: Path) -> None:
     assert facts == {"before this run was resumed"}
 
 
-def test_what_was_planned_anew_is_told() -> None:
+def test_what_was_replanned_is_told() -> None:
     run = ran(pl.k_sync(3))
     words = check(page(record_of(run.journals), changes=["at step 9: w3 is slower"])).words
-    assert "Planned anew at step 9: w3 is slower" in words
+    assert "Replanned at step 9: w3 is slower" in words
     (journal,) = run.journals.values()
     about = {**(journal.header.about or {}), "policy": "Auto(target=1, goal='time')"}
     planned = {"main": Journal(Header(policy="x", about=about))}
-    for changes, told in ((None, "is not in the journal"), ([], "It was not planned anew.")):
+    for changes, told in ((None, "The journal does not say"), ([], "The run was not replanned.")):
         assert told in check(page(record_of(planned), changes=changes)).words
 
 

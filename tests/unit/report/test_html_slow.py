@@ -89,7 +89,7 @@ def test_who_is_done_and_goes_on_waits_for_nobody() -> None:
     record = golden("rennala")
     assert record.is_refilling and not record.is_asynchronous
     text = page(record)
-    assert "whoever is done goes on with another task of the same step" in text
+    assert "a worker that is done gets another task of the same step" in text
     assert "waited for it" not in text and "waiting for<br>" not in text
     for name in ("sync", "k_sync", "deadline", "k_sync_of_tiles", "sync_of_n"):
         assert not golden(name).is_refilling, name

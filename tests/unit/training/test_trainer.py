@@ -479,7 +479,7 @@ def test_a_model_that_cannot_be_gathered_is_that_of_the_last_checkpoint(
     with pytest.raises(RuntimeError, match="servers are lost") as raised:
         losing.fit(steps=9)
     run, kept = raised.value.run, 3 if every == 3 else 0  # type: ignore[attr-defined]
-    assert run.reason.endswith(f"(the model is that of step {kept}: step 4 is not whole)")
+    assert run.reason.endswith(f"(the model is that of step {kept}: step 4 is incomplete)")
     assert "step 4 is lost: RuntimeError: a slice is lost" in caplog.text
     server = logistic().server()
     begun = server.model()
@@ -712,14 +712,17 @@ def test_the_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(pl.errors.CheckpointError) as refusal:
         other().resume(tmp_path)
     place = tmp_path / "step-00000002"
-    assert str(refusal.value) == f"{place} is not of this run: {told}; make the trainer alike"
+    assert (
+        str(refusal.value)
+        == f"{place} is not of this run: {told}; give the Trainer the saved settings"
+    )
 
 
 @pytest.mark.parametrize("workers", [3, 5])
 def test_a_simulation_goes_on_with_its_own_workers(workers: int, tmp_path: Path) -> None:
     """Its events in flight are of them; on Ray, where there are none, any number will do."""
     trainer(checkpoints=pl.Checkpoints(tmp_path)).fit(steps=2)
-    told = f"the saved run had 4 workers and this simulator has {workers}; make it alike"
+    told = f"the saved run had 4 workers and this simulator has {workers}; give it as many workers"
     with pytest.raises(pl.errors.CheckpointError, match=told):
         trainer(engine=pl.Simulator(workers)).resume(tmp_path)
 

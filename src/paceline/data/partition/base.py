@@ -88,7 +88,7 @@ class Partition:
         if state["digest"] != self.digest:
             raise ValueError(
                 f"the run was saved with partition {state['digest']}, and this one is "
-                f"{self.digest}; cut the data as it was cut then"
+                f"{self.digest}; use the same partition of the same data"
             )
 
     @cached_property
@@ -108,14 +108,16 @@ class Partition:
     def indices(self, part: int) -> Indices:
         """Return the samples of a part, in order."""
         if not 0 <= part < self.parts:
-            raise ValueError(f"part {part} is none of the {self.parts}: use 0 to {self.parts - 1}")
+            raise ValueError(
+                f"part={part}: this partition has {self.parts} parts; use 0 to {self.parts - 1}"
+            )
         end = int(self.sizes[: part + 1].sum())
         return self._order[end - int(self.sizes[part]) : end]
 
     def merged(self, into: Sequence[int], parts: int | None = None) -> Partition:
         """Merge parts: part j of this partition becomes a piece of part `into[j]`."""
         if not isinstance(into, Sequence | np.ndarray) or len(into) != self.parts:
-            raise ValueError(f"into={into!r}: name a place for each of the {self.parts} parts")
+            raise ValueError(f"into={into!r}: give one entry for each of the {self.parts} parts")
         return Partition(np.asarray(into, np.int64)[self.of], parts)
 
 
@@ -123,7 +125,7 @@ def normalized(shares: Iterable[float] | int) -> Floats:
     """Return shares that add up to 1; an integer n stands for n equal shares."""
     if isinstance(shares, int | np.integer):
         if shares < 1 or isinstance(shares, bool):
-            raise ValueError(f"{shares} parts: use at least 1")
+            raise ValueError(f"shares={shares}: use at least 1 part")
         return np.full(int(shares), 1 / int(shares))
     given = [float(share) for share in shares]
     if not given or not all(isfinite(share) and share >= 0 for share in given) or not sum(given):

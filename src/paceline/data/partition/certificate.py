@@ -112,7 +112,7 @@ def certify(
     """
     if not isinstance(partition, Partition):
         raise ValueError(
-            f"{type(partition).__name__} is no partition; certify(partition, features, labels)"
+            f"{type(partition).__name__} is no partition; call certify(partition, features, labels)"
         )
     sizes = partition.sizes
     targets = sizes.astype(np.float64)

@@ -109,8 +109,8 @@ class Fourier:
         chunk = chunk.reshape(len(chunk), -1)
         if chunk.shape[1] != self.width:
             raise ValueError(
-                f"samples of {chunk.shape[1]} numbers, but these features are of {self.width}; "
-                "fit them anew"
+                f"samples have {chunk.shape[1]} numbers each, but these features were fitted to "
+                f"{self.width}; fit them again"
             )
         with np.errstate(invalid="ignore", over="ignore"):  # the next line raises an error
             angles = chunk @ self._frequencies

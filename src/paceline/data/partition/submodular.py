@@ -133,7 +133,7 @@ def _covering(
     if faithful and tiles is not None:
         raise ValueError(f"faithful=True is the paper's rule, without tiles; leave out {tiles=}")
     if tiles is not None and tiles < 1:
-        raise ValueError(f"{tiles=}: use at least 1, or None to have it chosen")
+        raise ValueError(f"{tiles=}: use at least 1, or None to choose it automatically")
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=}: use at least 1, or None to take classes whole")
     if bandwidth is not None and not 0 < bandwidth < np.inf:
@@ -230,5 +230,5 @@ def _matrix(features: ArrayLike) -> NDArray[np.number]:
             f"{given.shape}; a single feature is given as a column"
         )
     if not np.isfinite(given).all():
-        raise ValueError("features have values that are not finite; mend or drop those samples")
+        raise ValueError("features have values that are not finite; replace or drop those samples")
     return given.reshape(len(given), -1)

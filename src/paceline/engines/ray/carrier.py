@@ -62,7 +62,7 @@ def start_carriers(nodes: Sequence[str], patience: float) -> dict[str, Any]:
         if max(_round_trips(list(made.values()), patience)) > FAR:
             return made
     except ray.exceptions.RayError as error:
-        logger.warning("slices go by the stores alone: %s", error)
+        logger.warning("slices go through Ray's object stores only: %s", error)
     for actor in made.values():
         ray.kill(actor)
     return {}
@@ -159,7 +159,9 @@ class Incoming:
     def __iter__(self) -> Iterator[Array]:
         begin = self._clock()
         if not self._wake.wait(self._patience):
-            raise ray.exceptions.GetTimeoutError(f"slices did not come in {self._patience:g} s")
+            raise ray.exceptions.GetTimeoutError(
+                f"slices did not arrive within {self._patience:g} s"
+            )
         self.waited = self._clock() - begin
         if self._given_up:
             raise GivenUp

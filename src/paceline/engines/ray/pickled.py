@@ -27,8 +27,8 @@ def check_pickled(learner: Any) -> None:
         except Exception as error:
             raise ValueError(
                 f"{name}= ({type(value).__name__}) cannot be pickled for the workers: {error}; "
-                "leave out of it what cannot be, such as locks and open files, or give a function "
-                "that makes it in each worker process, as dataset= may be"
+                "remove locks, open files and the like from it, or create them in each worker "
+                "process; dataset= may be a function that does so"
             ) from error
         if size.total > LIMIT and name != "model":
             logger.warning("%s= %s", name, size.describe())

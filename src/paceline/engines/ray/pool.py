@@ -130,7 +130,7 @@ def make_servers(placement: Placement) -> Callable[[str], Any]:
     def make(name: str) -> Any:
         chosen = placement.choose(name, alive_nodes())
         if chosen is None:
-            raise RuntimeError(f"no node is left on which server {name} could be started")
+            raise RuntimeError(f"no node is left to start server {name} on")
         on = NodeAffinitySchedulingStrategy(chosen, soft=False)  # Ray ignores soft ones
         cores = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes()}
         neighbors = sum(node == chosen for node in placement.nodes.values())  # with this one

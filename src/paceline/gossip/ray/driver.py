@@ -78,8 +78,8 @@ class RayGossip:
             self._silence += self._clock() - listening
             if self._silence > self._timeout:
                 raise NodesLost(
-                    f"none of {len(self._members())} nodes answered for {self._timeout:g} s, "
-                    "which is the timeout: they are paused or cut off. Check their hosts, or use "
+                    f"none of {len(self._members())} nodes answered within the timeout of "
+                    f"{self._timeout:g} s: they are paused or cut off. Check their hosts, or use "
                     "Ray(timeout=…) if a task takes longer"
                 )
             if self.reason is None and self.now() >= job.seconds:
@@ -87,7 +87,9 @@ class RayGossip:
         yield from self._entries
         self._entries.clear()
         for name in sorted(self._training):
-            logger.warning("node %s did not stop in %g s; its model is as it is", name, GRACE)
+            logger.warning(
+                "node %s did not stop within %g s; its model may be of a later step", name, GRACE
+            )
 
     def stop(self, reason: str) -> None:
         self._calls.post(partial(self._stop, reason))
@@ -143,7 +145,7 @@ class RayGossip:
         while not all(member.joined for member in self._members().values()):
             if not self._calls.wait(inf):
                 raise NodesLost(
-                    "some nodes did not start; a decentralized run needs all at its start"
+                    "some nodes did not start; a decentralized run needs all nodes at its start"
                 )
 
     def _is_up(self, member: Member, future: Future[Any]) -> None:
@@ -154,7 +156,9 @@ class RayGossip:
         member.place, member.joined = future.result(timeout=0), True
 
     def _failed(self, why: str, member: Member) -> None:
-        raise NodesLost(f"node {member.name} {why}; a decentralized run needs all at its start")
+        raise NodesLost(
+            f"node {member.name} {why}; a decentralized run needs all nodes at its start"
+        )
 
     def _collect(self, member: Member) -> None:
         """Ask for new journal entries; the node answers after a while."""

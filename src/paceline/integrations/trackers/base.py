@@ -81,7 +81,7 @@ class Tracker(Callback, ABC):
             level = logging.DEBUG if self._silent else logging.WARNING
             self._silent = True
             logger.log(
-                level, "%s %s and is sent no more figures; the run goes on (%s: %s)",
+                level, "%s %s and gets no more metrics; the run continues (%s: %s)",
                 type(self).__name__, told, type(error).__name__, error,
             )  # fmt: skip
 

@@ -47,23 +47,42 @@ class WorkerFigure:
 
 FIGURES = (
     Figure("train/loss", "mean loss over the samples of the step", lambda p, _: p.loss),
-    Figure("train/epoch", "passes over the data; none without such", lambda p, _: p.epoch),
+    Figure("train/epoch", "passes over the data; absent without a dataset", lambda p, _: p.epoch),
     # Includes the samples before a resume, so it may begin above 0.
     Figure("train/samples", "samples used so far", lambda p, _: p.samples),
     Figure("train/samples_per_second", "samples used per second so far", lambda p, _: p.throughput),
     Figure("time/seconds", "seconds of the run", lambda p, _: p.seconds),
     Figure("step/number", "version of the model", lambda p, _: p.step),
-    Figure("step/results", "results that the step was made of (k)", lambda p, _: p.results),
-    Figure("step/staleness", "mean versions that results were behind", lambda p, _: p.staleness),
-    Figure("workers/present", "workers that are there", lambda p, _: p.workers),
-    Figure("workers/waiting", "share of their time with nothing to do", lambda p, _: p.waiting),
+    Figure("step/results", "results that the step used (k)", lambda p, _: p.results),
+    Figure(
+        "step/staleness", "mean staleness of its results, in versions", lambda p, _: p.staleness
+    ),
+    Figure("workers/present", "connected workers", lambda p, _: p.workers),
+    Figure("workers/waiting", "share of their time without a task", lambda p, _: p.waiting),
     Figure("tasks/started", "tasks so far", lambda p, _: p.started, grows=True),
-    Figure("tasks/wasted", "tasks that were for nothing", lambda p, _: p.wasted, grows=True),
-    Figure("tasks/wasted_share", "share of the tasks so far", lambda p, _: _wasted_share(p)),
-    Figure("cost/gigabytes_down", "to workers", lambda p, _: p.down_bytes / 1e9, grows=True),
-    Figure("cost/gigabytes_up", "from workers", lambda p, _: p.up_bytes / 1e9, grows=True),
+    Figure("tasks/wasted", "tasks whose results were not used", lambda p, _: p.wasted, grows=True),
+    Figure(
+        "tasks/wasted_share", "wasted tasks over all tasks so far", lambda p, _: _wasted_share(p)
+    ),
+    Figure(
+        "cost/gigabytes_down",
+        "gigabytes sent to workers",
+        lambda p, _: p.down_bytes / 1e9,
+        grows=True,
+    ),
+    Figure(
+        "cost/gigabytes_up",
+        "gigabytes received from workers",
+        lambda p, _: p.up_bytes / 1e9,
+        grows=True,
+    ),
     Figure("cost/gigabytes", "both", lambda p, _: (p.down_bytes + p.up_bytes) / 1e9, grows=True),
-    Figure("cost/dollars", "none without prices", lambda p, live: _dollars(p, live), grows=True),
+    Figure(
+        "cost/dollars",
+        "dollars so far; absent without prices",
+        lambda p, live: _dollars(p, live),
+        grows=True,
+    ),
 )
 WORKER_FIGURES = (
     WorkerFigure(
@@ -73,15 +92,15 @@ WORKER_FIGURES = (
     ),
     WorkerFigure(
         "worker_share_used",
-        "share of its busy time that went into results which were used",
+        "share of its busy time that used results took",
         lambda t, now: t.share_used(now),
     ),
     WorkerFigure(
         "worker_staleness",
-        "mean of the versions that its results were behind",
+        "mean staleness of its results, in versions",
         lambda t, _: t.mean_staleness,
     ),
-    WorkerFigure("worker_present", "1 if it is there, 0 if not", lambda t, _: float(t.present)),
+    WorkerFigure("worker_present", "1 if it is connected, 0 if not", lambda t, _: float(t.present)),
 )
 
 

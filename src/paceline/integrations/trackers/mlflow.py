@@ -78,7 +78,8 @@ class MLflow(Tracker):
         except self._mlflow.exceptions.MlflowException as error:
             raise ValueError(
                 f"MLflow made a run at tracking_uri={self._uri!r} and refused its parameters: "
-                f"{error} They are what the run is of; see what about() of the learner tells"
+                f"{error} The parameters are the settings of the run; check what about() of the "
+                "learner returns"
             ) from error
 
     def _abandon(self) -> None:

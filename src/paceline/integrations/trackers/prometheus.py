@@ -56,7 +56,7 @@ class Prometheus(Tracker):
         engine = str((live.header.about or {}).get("engine"))
         if not engine.startswith("Ray(") and not ray.is_initialized():
             raise RuntimeError(
-                "pl.trackers.Prometheus offers its metrics through Ray, which does not run, "
+                "pl.trackers.Prometheus exports its metrics through Ray, which is not running, "
                 f"and the engine is {engine}: train on pl.Ray(…), or call ray.init() first"
             )
         # The engine may start Ray after this, so metrics are created at the first step.

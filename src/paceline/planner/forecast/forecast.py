@@ -136,8 +136,8 @@ def forecast(
         raise ValueError("a decentralized run cannot be forecast yet; give another policy")
     if policy.wants and codec is not None:
         raise ValueError(
-            f"a policy that looks at the steps is forecast without a codec; leave {codec} out, or "
-            "give a fixed k"
+            f"a policy that adapts to the steps cannot be forecast with a codec; leave {codec} "
+            "out, or use a fixed k"
         )
     if unknown:
         steps = [step_costs(timed(policy, profile, codec, seed + place)) for place in range(seeds)]
@@ -187,7 +187,8 @@ def check_target(profile: Profile, target: float) -> Surface:
     if not surface.floor < target < surface.loss:
         raise ValueError(
             f"target={target}: it must be below the first loss, {surface.loss:.4g}, and above "
-            f"{surface.floor:.4g}, the floor of the profile; another floor is given to pl.profile"
+            f"{surface.floor:.4g}, the floor of the profile; pl.profile(floor=…) sets another "
+            "floor"
         )
     return surface
 
@@ -288,7 +289,7 @@ def summed(runs: Sequence[Outcome], theory: float, target: float, learning_rate:
         both = isfinite(seconds) and seconds > 0 and theory > 0
         apart = max(theory / seconds, seconds / theory) if both else 1.0
         if isfinite(theory) != isfinite(seconds) or apart > FACTOR:
-            how += f"; WARNING: theory says {theory:.4g} s, so that neither is sure"
+            how += f"; WARNING: theory says {theory:.4g} s, so neither is certain"
         else:
             how += f"; theory agrees: {theory:.4g} s"
     return Forecast(
@@ -376,6 +377,6 @@ def _kept(codec: Codec) -> float:
         case Feedback(codec=TopK(fraction=fraction)):
             return float(fraction)
     raise ValueError(
-        f"nothing is known of what {codec} costs in accuracy; a forecast knows Half, BFloat16, "
-        "Int8 and Feedback(TopK(…))"
+        f"the effect of {codec} on accuracy is unknown; forecasts support Half, BFloat16, Int8 "
+        "and Feedback(TopK(…))"
     )

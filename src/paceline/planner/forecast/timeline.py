@@ -45,8 +45,8 @@ class Timeline:
         if policy.wants:
             wants = ", ".join(sorted(map(str, policy.wants)))
             raise ValueError(
-                f"this policy looks at {wants} of the steps, so that it cannot be timed without "
-                "arithmetic; give a fixed k"
+                f"this policy adapts to {wants} of the steps, so its time cannot be simulated "
+                "without gradients; use a fixed k"
             )
         policy.check(profile.size, profile.batch_size)
         self._batch, self._size = profile.batch_size, profile.size
@@ -76,7 +76,7 @@ class Timeline:
         while len(self.reads) < steps and self.seconds < seconds:
             known, found = len(self.reads), next(self._entries, None)
             if found is None:
-                raise ValueError("this policy ends by itself; forecast the one within Until")
+                raise ValueError("this policy stops by itself; forecast the policy inside Until")
             self._take(found[1])
             idle = 0 if len(self.reads) > known else idle + 1
             if idle > _IDLE * self._size:

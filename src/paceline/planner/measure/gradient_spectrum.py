@@ -71,8 +71,8 @@ def gradient_spectrum(
     norm = float(np.linalg.norm(first))
     if not norm > 0 or not np.isfinite(norm):
         raise ValueError(
-            f"the gradient has the length {norm} here, so that it points nowhere; measure where "
-            "the loss still falls"
+            f"the gradient has the norm {norm} here, so it has no direction; measure where the "
+            "loss still falls"
         )
     return _lanczos(product, first / norm, min(steps, size), budget)
 
@@ -86,7 +86,9 @@ def _lanczos(
     for step in range(steps):
         if budget is not None and budget.is_over:
             if step < _FEW_STEPS:
-                raise NoCurvature("there was not enough time to see where the gradient points")
+                raise NoCurvature(
+                    "there was not enough time to measure the direction of the gradient"
+                )
             break
         if budget is not None:
             budget.report(step / steps)

@@ -126,9 +126,9 @@ def profile(
     on_progress: called with the name of the measurement, and the share of it that is done.
     """
     if not seconds > 0 or tasks < 1:
-        raise ValueError(f"seconds={seconds}, tasks={tasks}: measure for some time, and some tasks")
+        raise ValueError(f"seconds={seconds}, tasks={tasks}: use seconds > 0 and tasks >= 1")
     if not loss_seconds > 0:
-        raise ValueError(f"loss_seconds={loss_seconds}: use some time > 0")
+        raise ValueError(f"loss_seconds={loss_seconds}: use a number > 0")
     told = on_progress or (lambda what, share: None)
     with contextlib.ExitStack() as stack:
         if hasattr(engine, "__enter__"):  # it then keeps its processes between runs
@@ -190,7 +190,7 @@ def _with_training(
             note = (
                 f"with a learning rate of {learner.rate(0):g} training diverges within "
                 f"{len(losses)} steps, so that the curvature is known at the first model only; "
-                "profile again with the plan's rate"
+                "profile again with the plan's learning rate"
             )
         return replace(found, surface=surface, notes=(*found.notes, note))
     surface = replace(surface, sharpest=then.top)
@@ -319,16 +319,16 @@ def sgd_equivalent_lr(learner: Learner) -> float:
         rates, group = Rates(make, schedule, shapes), settings_of(make, shapes)
         if group["name"] != SGD:
             raise ValueError(
-                f"forecasts are of SGD, with momentum or without, and {describe(make)} is another "
-                "optimizer, whose learning rate means something else; compare short runs instead"
+                "forecasts are for SGD only, with or without momentum, and the learning rate of "
+                f"{describe(make)} means something else; compare short runs instead"
             )
         # The server keeps its momentum; workers restart theirs with each task.
         rate /= 1 - group.get("momentum", 0.0) if make is outer or outer is None else 1.0
         rate *= max(map(rates.at, steps)) if outer is not None and make is inner else 1.0
     if not rate > 0:
         raise ValueError(
-            "the learning rate is 0 at the steps 0, 100 and 1000, so that nothing can be planned; "
-            "give the rate of most steps to pl.plan(…, learning_rate=…)"
+            "the learning rate is 0 at the steps 0, 100 and 1000, so nothing can be planned; "
+            "give the learning rate of most steps to pl.plan(…, learning_rate=…)"
         )
     return rate
 

@@ -22,8 +22,8 @@ from paceline.planner.measure.curvature import NoCurvature, Spectrum
 FORMAT = 2
 SGD = "SGD"
 _OLDER = (
-    "this profile is of an older version and does not name its optimizer; plans and forecasts from "
-    "it are of SGD: profile again if the script trains with another"
+    "this profile is of an older version and does not name its optimizer; plans and forecasts "
+    "from it assume SGD: profile again if the script trains with another"
 )
 _DELAYS = {
     kind.__name__: kind
@@ -154,19 +154,19 @@ class Profile:
         for each in (given, given.get("outer") or {}):
             if (name := each.get("name", SGD)) != SGD:
                 return (
-                    f"the learner's optimizer is {name}, and how many steps it needs is known of "
-                    "SGD only, with momentum or without"
+                    f"the learner's optimizer is {name}, and the number of steps is predicted for "
+                    "SGD only, with or without momentum"
                 )
         if self.surface is None:
-            return "the profile knows no curvature of the loss"
+            return "the profile has no curvature of the loss"
         return ""
 
     def known(self) -> Surface:
         """Return the loss surface; raise `ValueError` if the profile has none."""
         if self.surface is None:
             raise ValueError(
-                "this profile knows nothing of the model; use pl.profile(learner, engine), or "
-                "profile_of(journal, learner=learner)"
+                "this profile has no measurements of the model; use pl.profile(learner, engine), "
+                "or profile_of(journal, learner=learner)"
             )
         return self.surface
 

@@ -165,7 +165,7 @@ def check_most(max_samples: Most, workers: int, samples: Sequence[float]) -> Non
     if given is None:
         return
     if min(given) < 1:
-        raise ValueError(f"max_samples={max_samples}: everyone needs one sample at least")
+        raise ValueError(f"max_samples={max_samples}: every worker needs at least 1 sample")
     # The worst case: workers with the smallest limits, repeated if results exceed workers.
     least = [*sorted(given)[: len(samples)], *[min(given)] * (len(samples) - workers)]
     if sum(least) < sum(samples):

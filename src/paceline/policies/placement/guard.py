@@ -88,8 +88,8 @@ def _by_owner(result: Result, owner: Indices) -> dict[int, int]:
     tiles = result.task.work.tiles
     if tiles is None:
         raise ValueError(
-            f"the result of task {result.task.id} is of no tile; tasks of a run with placed data "
-            "must name theirs"
+            f"task {result.task.id} names no data shard; with Placed, every task must name its "
+            "shards in Work(tiles=…)"
         )
     found: dict[int, int] = {}
     for tile, samples in tiles.items():

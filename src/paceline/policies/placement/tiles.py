@@ -83,14 +83,15 @@ class Placed:
         if not self.tiles.sizes.all():
             empty = int(np.flatnonzero(self.tiles.sizes == 0)[0])
             raise ValueError(
-                f"tile {empty} is empty; number the tiles from 0 on without gaps, and use fewer "
-                "than there are samples"
+                f"data shard {empty} in tiles= is empty; number the shards from 0 on without "
+                "gaps, and use fewer shards than samples"
             )
         if self.owners is not None:
             named = sorted(tile for tiles in self.owners.values() for tile in tiles)
             if named != list(range(self.tiles.parts)):
                 raise ValueError(
-                    f"owners must name each of the tiles 0 to {self.tiles.parts - 1} once"
+                    f"owners= must name each of the data shards 0 to {self.tiles.parts - 1} "
+                    "exactly once"
                 )
             self._owner = {tile: w for w, tiles in self.owners.items() for tile in tiles}
         self._pace = Pace(self.smoothing)
@@ -110,13 +111,16 @@ class Placed:
         check_most(self.max_samples, workers, samples)
         if self.tiles.parts < workers:
             raise ValueError(
-                f"{self.tiles.parts} tiles for {workers} workers: each needs one at least; cut "
-                "the data into more" + (", say 16 for each worker" if self.move else "")
+                f"{self.tiles.parts} data shards (tiles) for {workers} workers: each worker needs "
+                "at least one; use more shards" + (", say 16 for each worker" if self.move else "")
             )
         if not self.move and self.owners is not None:
             names = [f"w{i}" for i in range(workers)]
             if without := [name for name in names if not self.owners.get(name)]:
-                raise ValueError(f"owners gives {', '.join(without)} no tile; each needs one")
+                raise ValueError(
+                    f"owners= gives no data shard to {', '.join(without)}; each worker needs at "
+                    "least one"
+                )
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         self._pace.learn(view, news)

@@ -151,12 +151,13 @@ class Bandit(Learned):
             return
         if prices.idle:
             raise ValueError(
-                "minimize='dollars' with Prices(idle=True): who is paid while idle costs the same "
-                "chosen or not, so that the quickest are the cheapest; use minimize='time'"
+                "minimize='dollars' with Prices(idle=True): a worker that is paid while idle "
+                "costs the same whether chosen or not, so the fastest workers are the cheapest; "
+                "use minimize='time'"
             )
         if not (prices.charges_hours or (message_bytes and prices.charges_bytes)):
             raise ValueError(
-                "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…)) some"
+                "minimize='dollars' needs prices; give Trainer(prices=Prices(per_hour=…))"
             )
 
     def choose(

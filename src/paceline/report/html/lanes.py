@@ -79,7 +79,7 @@ def timeline(record: Record, title: str) -> Figure:
         if worker in set(shown)
     ]
     drawing.description = "; ".join(
-        f"{row[0]}: {row[1]} computing what was used, {row[2]} computing in vain, "
+        f"{row[0]}: {row[1]} computing results that were used, {row[2]} computing wasted results, "
         f"{row[3]} waiting, {row[4]} gone"
         for row in table[:12]
     )

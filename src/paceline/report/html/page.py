@@ -252,7 +252,7 @@ def _parts(record: Record) -> dict[str, Any] | None:
     """Draw the weight of each tile (data shard), or the samples of each worker."""
     represented = record.meter.represented()
     if len(represented):
-        names = [f"tile {i}" for i in range(len(represented))]
+        names = [f"shard {i}" for i in range(len(represented))]
         few = int((represented < FORGOTTEN).sum())
         return {
             "placed": True,
@@ -260,7 +260,7 @@ def _parts(record: Record) -> dict[str, Any] | None:
             "figure": bars(
                 [str(i) for i in range(len(names))],
                 represented,
-                "Weight of each tile of the data over what its size calls for",
+                "Weight of each data shard over the weight due to its size",
                 "of the due weight",
             ),
         }

@@ -156,7 +156,9 @@ def _worked(record: Record) -> str:
             f"after up to {least}."
         )
     if share > _SLOW:
-        return f"{text}; nobody was slow: even {name} had {share:.0%} of the others’ median speed."
+        return (
+            f"{text}; no worker was slow: even {name} had {share:.0%} of the others’ median speed."
+        )
     at_most = "at most " if record.workers[name].is_bound else ""
     return (
         f"{text}; {name} was the slowest, with {at_most}{plain(speed)} samples a second, "
@@ -206,18 +208,18 @@ def warnings(record: Record) -> list[str]:
     if meter.began or record.header.state is not None:
         found.append(
             f"This run was resumed after {in_time(meter.began)}, at step "
-            f"{meter.version - len(meter.columns['step']):,}: figures are of what came after, but "
-            "times and steps count from the start of the run wherever they are along an axis or "
-            "beside a forecast."
+            f"{meter.version - len(meter.columns['step']):,}: the metrics cover the time after "
+            "that, but on an axis and beside a forecast, times and steps count from the start of "
+            "the run."
         )
     if record.reason == UNFINISHED:
         found.append(
-            "The journal has no end: the run goes on, was killed, or the file is cut off. "
-            "Figures are of what it has."
+            "The journal has no end: the run still runs, was killed, or the file is cut off. The "
+            "metrics cover what the journal has."
         )
     if absent := missing(record.headers):
         few = ", ".join(absent[:8]) + (", …" if len(absent) > 8 else "")
-        found.append(f"The journals of {few} were not given: figures are of the other nodes.")
+        found.append(f"The journals of {few} were not given: the metrics cover the other nodes.")
     bad = sum(not isfinite(loss) for loss in meter.columns["loss"])
     if bad and not all(isnan(loss) for loss in meter.columns["loss"]):
         found.append(
@@ -226,14 +228,14 @@ def warnings(record: Record) -> list[str]:
         )
     represented = meter.represented()
     if len(represented) and represented.min() < FORGOTTEN:
-        few = number(int((represented < FORGOTTEN).sum()), "tile")
+        few = number(int((represented < FORGOTTEN).sum()), "data shard")
         what = (
-            "whoever has them is slow, or was lost"
+            "their nodes are slow, or were lost"
             if record.is_decentralized
-            else "use Placed(bound=…) if there is none, or train longer"
+            else "set Placed(bound=…) if it is None, or train longer"
         )
         found.append(
-            f"{few} of the data had less than half of the weight that their sizes call for, so the "
-            f"model has seen too little of them: {what}."
+            f"{few} had less than half of the weight due to their size, so the model has seen too "
+            f"little of their data: {what}."
         )
     return found

@@ -139,7 +139,7 @@ def settings(record: Record, about: Mapping[str, Any], engine: str) -> list[tupl
     if header.tiles:
         sizes = sorted(set(header.tiles))
         each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-        found.append(("tiles", f"{len(header.tiles):,}, of {each} samples"))
+        found.append(("data shards", f"{len(header.tiles):,}, of {each} samples"))
     if record.meter.priced:
         prices = header.prices
         idle = "; hours without a task are paid as well" if prices.idle else ""

@@ -73,9 +73,13 @@ class Checkpoints:
         check_whole("keep", self.keep)
         check_seconds("timeout", self.timeout)
         if self.options is not None and not self.is_remote:
-            raise ValueError(f"options= are for a store, and {self.path} is a folder")
+            raise ValueError(
+                f"options= are for a store, and {self.path} is a folder; leave them out"
+            )
         if self.key is not None and not (isinstance(self.key, bytes) and len(self.key) >= 16):
-            raise ValueError("key= is a secret of at least 16 bytes: secrets.token_bytes(32)")
+            raise ValueError(
+                "key= must be a secret of at least 16 bytes; use secrets.token_bytes(32)"
+            )
 
     @property
     def is_remote(self) -> bool:
@@ -149,7 +153,7 @@ class Checkpoints:
             return [str(self.path)]
         for folder in sorted(Path(self.path).glob(f"{_PREFIX}*")):
             if not (folder / MANIFEST).is_file():
-                logger.warning("%s is passed over: it has no %s", folder, MANIFEST)
+                logger.warning("%s is skipped: it has no %s", folder, MANIFEST)
         return [str(folder) for folder in reversed(_complete(Path(self.path)))]
 
     @contextlib.contextmanager

@@ -85,16 +85,19 @@ class Files:
         for name in (MODEL, ARRAYS, STATE):
             file = folder / name
             if not file.is_file() or digest(file) != manifest["sha256"].get(name):
-                raise CheckpointError(f"{file} is not what its manifest says; use another")
+                raise CheckpointError(
+                    f"{file} is missing or differs from the hash in its manifest; use another "
+                    "checkpoint"
+                )
         data = _parse(folder / STATE)
         wrong = [part for part, kind in _PARTS.items() if type(data.get(part)) is not kind]
         if wrong or not isinstance(data.get("engine", 0), dict | None):
             told = ", ".join(wrong or ["engine"])
-            raise CheckpointError(f"{folder / STATE} has no {told} as it should be; use another")
+            raise CheckpointError(f"{folder / STATE} has no valid {told}; use another checkpoint")
         if data["step"] != manifest["step"]:
             raise CheckpointError(
                 f"{folder} says step {manifest['step']} in its manifest and {data['step']} in its "
-                "state; use another"
+                "state; use another checkpoint"
             )
         self.data: dict[str, Any] = data
         self.step: int = data["step"]
@@ -109,13 +112,13 @@ class Files:
                 f"{FORMAT}; use the paceline that saved it, or start a new run from {MODEL}"
             )
         if "format" not in manifest or type(step) is not int or not isinstance(hashes, dict):
-            raise CheckpointError(f"{file} cannot be read: no format, step and sha256 in it")
+            raise CheckpointError(f"{file} cannot be read: it must have format, step and sha256")
         if key is not None:
             signed = {name: value for name, value in manifest.items() if name != "hmac"}
             if not hmac.compare_digest(str(manifest.get("hmac")), signature(signed, key)):
                 raise CheckpointError(
-                    f"{file} is not signed with this key; use another, or Checkpoints(key=…) with "
-                    "the key that it was saved with"
+                    f"{file} is not signed with this key; use another checkpoint, or "
+                    "Checkpoints(key=…) with the key that it was saved with"
                 )
         return manifest
 
@@ -226,14 +229,14 @@ def _parse(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file} cannot be read: it is no object")
+        raise CheckpointError(f"{file} cannot be read: it is not a JSON object")
     return data
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return found
 
 

@@ -42,7 +42,9 @@ class Store:
                 f"{url} needs a package that is missing{extra} ({error})"
             ) from error
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{url} cannot be opened: {error}; see fsspec's list") from error
+            raise CheckpointError(
+                f"{url} cannot be opened: {error}; use a URL that fsspec knows"
+            ) from error
         self._root = root.rstrip("/")
 
     def check(self) -> None:
@@ -109,8 +111,8 @@ class Store:
         if (before := _overdue.pop(self._url, None)) is not None and before.is_alive():
             _overdue[self._url] = before
             raise Unreachable(
-                f"{self._url}: an earlier call has not ended, which took too long; {told} is tried "
-                "when it has"
+                f"{self._url}: an earlier call exceeded its timeout and still runs; {told} is "
+                "tried when that call has ended"
             )
         answer: list[T] = []
         fault: list[BaseException] = []
@@ -129,12 +131,13 @@ class Store:
         if not fault:
             _overdue[self._url] = thread
             raise Unreachable(
-                f"{self._url}: {told} took more than {seconds:g} s; see Checkpoints(timeout=…)"
+                f"{self._url}: {told} took more than {seconds:g} s; check the store, or increase "
+                "Checkpoints(timeout=…)"
             )
         passed_on = NotImplementedError, FileNotFoundError
         if isinstance(fault[0], passed_on) and not told.startswith("writing"):
             raise fault[0]
         raise Unreachable(
-            f"{self._url}: {told} failed: {type(fault[0]).__name__}: {fault[0]}; see its address, "
-            "keys and rights, and Checkpoints(options=…)"
+            f"{self._url}: {told} failed: {type(fault[0]).__name__}: {fault[0]}; check its "
+            "address, keys and permissions, and Checkpoints(options=…)"
         ) from fault[0]

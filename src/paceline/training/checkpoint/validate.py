@@ -47,7 +47,9 @@ def check_server(server: Server, files: Files) -> None:
     _compare(exported, files.kinds(MODEL), files, MODEL)
     odd = [n for n in kinds if not n.startswith(("server/", "engine/"))]
     if odd:
-        raise _unfit(files, f"there is {odd[0]!r} in {ARRAYS}")
+        raise _unfit(
+            files, f"{ARRAYS} has {odd[0]!r}, which is neither of the server nor of the engine"
+        )
     if files.data["engine"] is not None and "values" in expected:
         for name, kind in kinds.items():
             if name.startswith(("engine/model.", "engine/result.")) and kind != expected["values"]:
@@ -61,21 +63,23 @@ def check_model(server: Server, files: Files) -> None:
     arrays = all(isinstance(tensor, np.ndarray) for tensor in mine.values())
     for name, saved in files.arrays(MODEL, "np" if arrays else "pt"):
         if written(saved) != written(mine[name]):
-            raise _unfit(files, f"{name!r} in {MODEL} is not what {ARRAYS} says")
+            raise _unfit(files, f"{name!r} in {MODEL} differs from {ARRAYS}")
 
 
 def check_coordinator(policy: Policy, batch: int, files: Files) -> None:
     """Refuse the state of another policy, and a ledger that contradicts itself."""
     saved = files.data["coordinator"]
     if set(saved) != {"policy", "ledger"}:
-        raise _unfit(files, f"the coordinator's state has the parts {sorted(saved)}")
+        raise _unfit(
+            files, f"the coordinator's state has the parts {sorted(saved)}, not policy and ledger"
+        )
     coordinator = Coordinator(policy, batch)
     try:
         coordinator.load(saved)
     except SchemaError as error:
         raise _unfit(files, str(error)) from error
     if wrong := _contradiction(coordinator.ledger, files.step):
-        raise _unfit(files, f"in its books, {wrong}")
+        raise _unfit(files, f"in its ledger, {wrong}")
 
 
 def check_engine(fresh: Saved, restored: Saved, files: Files) -> None:
@@ -83,16 +87,16 @@ def check_engine(fresh: Saved, restored: Saved, files: Files) -> None:
     saved = files.data["engine"]
     _alike(saved, fresh.data, "engine", files)
     if restored.data != saved:
-        raise _unfit(files, "the engine does not take its state over as it is")
+        raise _unfit(files, "the simulator changes the saved state of the engine when it loads it")
     state = decode(saved)
     numbers = [state["now"], state["ready"], *(at for at, _, _ in state["queue"])]
     counts = [state["order"], state["version"], *(order for _, order, _ in state["queue"])]
     if not all(type(n) in (int, float) and isfinite(n) for n in numbers):
-        raise _unfit(files, "the engine has a time that is no number")
+        raise _unfit(files, "a time of the engine is not a finite number")
     if not all(type(n) is int and n >= 0 for n in counts) or state["version"] != files.step:
-        raise _unfit(files, "the engine is at another step")
+        raise _unfit(files, "the engine is at another step, or has an invalid count")
     if not all(isinstance(task, Task) for task in state["tasks"]):
-        raise _unfit(files, "the engine has tasks that are none")
+        raise _unfit(files, "the engine has tasks of another type than Task")
 
 
 def _compare(mine: Mapping[str, Kind], theirs: Mapping[str, Kind], files: Files, name: str) -> None:
@@ -128,7 +132,7 @@ def _alike(theirs: Any, mine: Mapping[str, Any], where: str, files: Files) -> No
     for name, own in mine.items():
         item = theirs[name]
         if not same_kind(item, own):
-            raise _unfit(files, f"{name} of the {where} is not of its kind")
+            raise _unfit(files, f"{name} of the {where} has another type")
         if name == "groups" and len(item) != len(own):
             raise _unfit(files, f"the {where} has {len(item)} groups, not {len(own)}")
         if name == "groups":
@@ -138,35 +142,35 @@ def _alike(theirs: Any, mine: Mapping[str, Any], where: str, files: Files) -> No
             _alike(item, own, f"{where}'s schedule", files)
 
 
-def _contradiction(books: Ledger, step: int) -> str | None:
+def _contradiction(ledger: Ledger, step: int) -> str | None:
     """Return what is wrong with a restored ledger, None if nothing is."""
     counts = {
-        "version": books.version,
-        "samples": books.samples,
-        "next_task": books.next_task,
-        "next_offset": books.next_offset,
+        "version": ledger.version,
+        "samples": ledger.samples,
+        "next_task": ledger.next_task,
+        "next_offset": ledger.next_offset,
     }
     for name, count in counts.items():
         if type(count) is not int or count < 0:
             return f"{name} is {count!r}"
-    if books.version != step:
-        return f"the version is {books.version}, and the step {step}"
-    if type(books.now) not in (int, float) or not isfinite(books.now) or books.now < 0:
-        return f"the time is {books.now!r}"
-    for worker, busy in books.workers.items():
+    if ledger.version != step:
+        return f"the version is {ledger.version}, but the step is {step}"
+    if type(ledger.now) not in (int, float) or not isfinite(ledger.now) or ledger.now < 0:
+        return f"the time is {ledger.now!r}"
+    for worker, busy in ledger.workers.items():
         if type(worker) is not str or type(busy) is not int or busy < 0:
             return f"a worker is {worker!r} with {busy!r} tasks"
-    if any(not isinstance(result, Result) for result in books.held.values()):
-        return "a result is none"
-    held = {id: result.task for id, result in books.held.items()}
-    for id, task in chain(books.running.items(), books.lost.items(), held.items()):
+    if any(not isinstance(result, Result) for result in ledger.held.values()):
+        return "a held result is not a Result"
+    held = {id: result.task for id, result in ledger.held.items()}
+    for id, task in chain(ledger.running.items(), ledger.lost.items(), held.items()):
         if type(id) is not int or not isinstance(task, Task) or task.id != id:
-            return f"task {id!r} is none"
+            return f"task {id!r} is not a Task with this id"
         numbers = task.version, task.samples, task.offset
         if any(type(n) is not int or n < 0 for n in numbers) or task.version > step:
             return f"task {id} is {task}"
-        if id >= books.next_task:
-            return f"task {id} is one of those to come"
+        if id >= ledger.next_task:
+            return f"the id of task {id} is not below next_task={ledger.next_task}"
     return None
 
 
@@ -175,4 +179,4 @@ def _told(kind: Kind) -> str:
 
 
 def _unfit(files: Files, why: str) -> CheckpointError:
-    return CheckpointError(f"{files.folder} does not fit this run: {why}; use another")
+    return CheckpointError(f"{files.folder} does not fit this run: {why}; use another checkpoint")

@@ -64,9 +64,9 @@ def test_lists_must_name_each_sample_once() -> None:
         Partition.from_lists([[0, 2], [2]])
     with pytest.raises(ValueError, match="part 1 names samples 5 to 5"):
         Partition.from_lists([[0], [5]])
-    with pytest.raises(ValueError, match="part 2 is none of the 2"):
+    with pytest.raises(ValueError, match="part=2: this partition has 2 parts"):
         Partition([0, 1]).indices(2)
-    with pytest.raises(ValueError, match="name a place for each of the 2 parts"):
+    with pytest.raises(ValueError, match="give one entry for each of the 2 parts"):
         Partition([0, 1]).merged([0])
 
 

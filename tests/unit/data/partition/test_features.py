@@ -141,7 +141,9 @@ def test_what_has_no_features_is_refused() -> None:
         Fourier.fit(z, size=7)
     with pytest.raises(ValueError, match="bandwidth=0"):
         Fourier.fit(z, bandwidth=0)
-    with pytest.raises(ValueError, match="samples of 3 numbers, but these features are of 2"):
+    with pytest.raises(
+        ValueError, match="samples have 3 numbers each, but these features were fitted to 2"
+    ):
         Fourier.fit(z)(np.ones((1, 3)))
     broken = np.array([[0.0, 1.0], [np.nan, 1.0], [1.0, 0.0]])
     with pytest.raises(ValueError, match="not finite"):

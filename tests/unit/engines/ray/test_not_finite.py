@@ -117,7 +117,7 @@ def test_a_worker_that_makes_nothing_else_is_replaced() -> None:
 
 def test_what_cannot_be_skipped_is_refused() -> None:
     sim = pl.Simulator(4, pl.delays.Fixed(1.0))
-    with pytest.raises(ValueError, match="needs the results of given samples"):
+    with pytest.raises(ValueError, match="cannot do without the results of skipped samples"):
         pl.Trainer(learner(), pl.coded(1), sim, on_not_finite="skip")
     with pytest.raises(ValueError, match='use "stop" to end the run, or "skip"'):
         pl.Trainer(learner(), pl.sync(), sim, on_not_finite="ignore")  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_what_cannot_be_pickled_is_told_by_its_name(keyword: str) -> None:
         check_pickled(learner(**{keyword: value}))
     told = str(refusal.value)
     assert told.startswith(f"{keyword}= ({type(value).__name__}) cannot be pickled for the workers")
-    assert "lock" in told and "give a function" in told
+    assert "lock" in told and "dataset= may be a function" in told
 
 
 @pytest.mark.parametrize("gossip", [False, True])

@@ -211,7 +211,7 @@ def test_an_error_at_the_start_reaches_the_user_and_later_ones_do_not(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "Full failed at step 2 and is sent no more figures; the run goes on "
+        "Full failed at step 2 and gets no more metrics; the run continues "
         "(OSError: no space left on device)"
     )
     with pytest.raises(OSError, match="no such server"):

@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_does_not_end_a_run(
     assert train([tracker, Removes()]).steps == 5
     told = [record.getMessage() for record in caplog.records if "paceline" in record.name]
     assert len(told) == 1
-    assert told[0].startswith("MLflow could not be closed and is sent no more figures")
+    assert told[0].startswith("MLflow could not be closed and gets no more metrics")
 
 
 def test_a_store_that_takes_nothing_is_told_of(

@@ -29,7 +29,7 @@ def test_without_ray_it_says_what_to_do() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ended, told = done.stdout.splitlines()  # and no step before
     assert ended == "failed"
-    assert "Ray, which does not run, and the engine is Simulator(workers=2, " in told
+    assert "Ray, which is not running, and the engine is Simulator(workers=2, " in told
     assert told.endswith("train on pl.Ray(…), or call ray.init() first")
     assert done.stderr == ""  # nothing is logged
 

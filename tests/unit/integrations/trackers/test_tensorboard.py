@@ -88,7 +88,7 @@ def test_a_folder_that_is_gone_does_not_end_a_run(
     told = [record.getMessage() for record in caplog.records if "paceline" in record.name]
     assert len(told) == 1
     assert told[0].startswith("TensorBoard ")
-    assert "is sent no more figures; the run goes on (FileNotFoundError" in told[0]
+    assert "gets no more metrics; the run continues (FileNotFoundError" in told[0]
 
 
 def test_a_folder_that_cannot_be_made_reaches_the_user(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_run_that_is_ended_by_others_does_not_end_training(
     assert train([tracker, Finishes()]).steps == 5
     told = [record.getMessage() for record in caplog.records if "paceline" in record.name]
     assert len(told) == 1
-    assert told[0].startswith("WandB failed at step 3 and is sent no more figures; the run goes on")
+    assert told[0].startswith("WandB failed at step 3 and gets no more metrics; the run continues")
 
 
 def test_a_missing_package_names_the_command() -> None:

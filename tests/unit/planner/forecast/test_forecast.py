@@ -126,9 +126,9 @@ def test_a_policy_that_looks_at_the_steps_runs_with_all_arithmetic() -> None:
     ]
     assert told.seconds == pytest.approx(float(np.median(taken)), rel=0.3)
     assert isnan(told.theory)
-    with pytest.raises(ValueError, match="is forecast without a codec; leave Half"):
+    with pytest.raises(ValueError, match="cannot be forecast with a codec; leave Half"):
         pl.forecast(policy, profile(), learning_rate=0.2, target=target, codec=pl.codecs.Half())
-    with pytest.raises(ValueError, match="looks at dot, norm of the steps"):
+    with pytest.raises(ValueError, match="adapts to dot, norm of the steps"):
         Timeline(policy, profile())
 
 
@@ -176,7 +176,7 @@ def test_codecs_shorten_messages() -> None:
     assert kept == 0.1
     double = replace(large, message_bytes=800_000)  # as numpy's learners have
     assert shrinkage(pl.codecs.BFloat16(), double)[0] == pytest.approx(0.25, rel=0.01)
-    with pytest.raises(ValueError, match="nothing is known of what Sign"):
+    with pytest.raises(ValueError, match="the effect of Sign"):
         pl.forecast(pl.sync(), found, learning_rate=0.2, target=1.0, codec=pl.codecs.Sign())
 
 
@@ -220,7 +220,7 @@ def test_what_never_steps_or_ends_by_itself_is_refused() -> None:
     more = {"learning_rate": 0.1, "target": 1.0, "seeds": 1}
     with pytest.raises(pl.errors.StalledError, match="there was no step in"):
         pl.forecast(pl.deadline(1e-6), found, **more)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ends by itself"):
+    with pytest.raises(ValueError, match="stops by itself"):
         pl.forecast(pl.policies.Until(pl.sync(), steps=2), found, **more)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a decentralized run cannot be forecast"):
         pl.forecast(pl.gossip.Gossip(pl.gossip.ring(4)), found, **more)  # type: ignore[arg-type]

@@ -142,8 +142,8 @@ def test_lost_work_is_done_again_and_the_batch_stays() -> None:
 def test_a_policy_of_its_own_mind_refuses() -> None:
     for policy, why in [
         (pl.coded(1), "takes no placement"),
-        (pl.ata(8), "by speed already"),
-        (pl.deadline(1.0), "shares follow speed by themselves"),
+        (pl.ata(8), "already divides the batch by speed"),
+        (pl.deadline(1.0), "shares already follow speed"),
     ]:
         with pytest.raises(ValueError, match=why):
             pl.Trainer(problem(), policy, pl.Simulator(8), placement=pl.BySpeed())

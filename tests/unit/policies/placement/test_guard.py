@@ -90,5 +90,5 @@ def test_it_is_saved_and_loaded() -> None:
 
 def test_a_result_of_no_tile_is_refused() -> None:
     nothing = Result(Task(7, "w0", Work(), 0, 0.0, 1, 0), 1.0, 1, 1.0, {})
-    with pytest.raises(ValueError, match="task 7 is of no tile"):
+    with pytest.raises(ValueError, match="task 7 names no data shard"):
         Guard(np.array([1]), 1.0).weigh([nothing], np.array([0]))

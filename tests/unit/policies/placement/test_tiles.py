@@ -185,8 +185,8 @@ def test_tiles_that_stay_wait_for_their_owner_and_are_reported() -> None:
     assert list(missed) == [5] and missed[5] > 80
     represented = run.meter.represented()
     assert represented[5] < 0.2 and represented.argmin() == 5
-    assert "WARNING: 1 tile had less than half of it" in run.summary()
-    assert "nobody had tile 5 (9" in run.summary()
+    assert "WARNING: 1 data shard had less than half of it" in run.summary()
+    assert "no worker had shard 5 (9" in run.summary()
     back = [(3.0, pl.protocol.Left("w5")), (20.0, pl.protocol.Joined("w5"))]
     run = fit(pl.sync(), pl.policies.Placed(SHARDS, move=False), steps=300, slow=1.0, schedule=back)
     assert run.meter.represented().min() > 0.85
@@ -238,22 +238,25 @@ def test_another_partition_is_no_resume(tmp_path: Path) -> None:
     [
         (lambda: pl.policies.Placed(TILES, bound=-1), "bound=-1"),
         (lambda: pl.policies.Placed(TILES, every=0), "every=0"),
-        (lambda: pl.policies.Placed(Partition([0, 2])), "tile 1 is empty"),
+        (lambda: pl.policies.Placed(Partition([0, 2])), "data shard 1 in tiles= is empty"),
         (
             lambda: pl.policies.Placed(SHARDS, owners={"w0": [0, 1]}),
-            "each of the tiles 0 to 7 once",
+            "each of the data shards 0 to 7 exactly once",
         ),
         (
             lambda: trained(pl.sync(), pl.policies.Placed(Partition([0, 1] * 160))),
-            "2 tiles for 8 workers",
+            r"2 data shards \(tiles\) for 8 workers",
         ),
-        (lambda: trained(pl.sync(), pl.policies.Placed(Partition(range(8)))), "of 8 samples"),
+        (
+            lambda: trained(pl.sync(), pl.policies.Placed(Partition(range(8)))),
+            "have 8 samples together",
+        ),
         (lambda: trained(pl.asynchronous(), pl.policies.Placed(TILES)), "damping=False"),
         (
             lambda: trained(
                 pl.sync(), pl.policies.Placed(SHARDS, move=False, owners={"w0": list(range(8))})
             ),
-            "w1, w2, w3, w4, w5, w6, w7 no tile",
+            "no data shard to w1, w2, w3, w4, w5, w6, w7",
         ),
     ],
 )

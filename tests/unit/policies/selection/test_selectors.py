@@ -380,10 +380,10 @@ def start(policy: Policy, **more: Any) -> Callable[[], object]:
         (lambda: pl.bandit(1, window=0), "use a window of 1 round or more"),
         (lambda: pl.bandit(1, window=5, discount=0.9), "and not both"),
         (lambda: pl.bandit(1, hedge=-1), "hedge=-1: use 0 or more spare tasks"),
-        (lambda: pl.policies.Gather(1, hedge=1), "everyone has a task already"),
+        (lambda: pl.policies.Gather(1, hedge=1), "every worker has a task already"),
         (
             lambda: pl.policies.Gather(4, select=pl.selection.Allocate(), hedge=1),
-            "the batch would not stay",
+            "would change the batch size",
         ),
         (
             lambda: start(pl.bandit(3, hedge=2)),
@@ -397,7 +397,7 @@ def start(policy: Policy, **more: Any) -> Callable[[], object]:
             lambda: start(
                 pl.bandit(1, minimize="dollars"), prices=pl.Prices(per_hour=1.0, idle=True)
             ),
-            "the quickest are the cheapest",
+            "the fastest workers are the cheapest",
         ),
         (
             lambda: start(pl.bandit(1, minimize="dollars"), prices=pl.Prices(per_gigabyte=1.0)),
@@ -409,7 +409,7 @@ def start(policy: Policy, **more: Any) -> Callable[[], object]:
             lambda: pl.policies.Gather(
                 2, select=pl.selection.Allocate(), work=pl.protocol.Work(parts={0: 1.0})
             ),
-            "Allocate cannot give shares of them",
+            "Allocate cannot divide the parts",
         ),
     ],
 )

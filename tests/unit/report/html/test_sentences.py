@@ -38,9 +38,9 @@ def test_a_straggler_whose_tasks_are_cancelled_is_named() -> None:
 def test_nobody_is_praised_whose_tasks_were_cancelled() -> None:
     record = ran(pl.k_sync(1), [pl.delays.Exponential(0.1)] * 4, 400)
     assert slowest(record)[2] > 0.67  # type: ignore[index]
-    assert "nobody was slow" not in three(record)[1]
+    assert "no worker was slow" not in three(record)[1]
     assert "were cancelled, the most of all" in three(record)[1]
-    assert "nobody was slow" in three(ran(pl.sync(), [QUICK] * 4, 40))[1]
+    assert "no worker was slow" in three(ran(pl.sync(), [QUICK] * 4, 40))[1]
 
 
 def test_who_sits_on_its_first_task_is_named() -> None:

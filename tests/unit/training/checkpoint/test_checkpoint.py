@@ -140,7 +140,10 @@ def test_a_damaged_file_is_refused(
         read(folder)
     told = str(refusal.value)
     if name != "manifest.json":
-        assert told == f"{folder / name} is not what its manifest says; use another"
+        assert told == (
+            f"{folder / name} is missing or differs from the hash in its manifest; use another "
+            "checkpoint"
+        )
     elif damage in (truncated, emptied):
         assert told.startswith(f"{folder}/manifest.json cannot be read: ")
 
@@ -153,7 +156,7 @@ def test_every_single_byte_counts(tmp_path: Path, name: str) -> None:
         damaged = bytearray(content)
         damaged[place] ^= 0x10
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="is not what its manifest says"):
+        with pytest.raises(CheckpointError, match="differs from the hash in its manifest"):
             read(file.parent)
     file.write_bytes(content)
     read(file.parent)
@@ -182,7 +185,9 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(tmp_path: Path) -> No
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]["state.json"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"state.json is not what its manifest says"):
+    with pytest.raises(
+        CheckpointError, match=r"state.json is missing or differs from the hash in its manifest"
+    ):
         read(folder)
 
 

@@ -99,7 +99,10 @@ def test_what_is_damaged_or_missing_is_passed_over(
         f"{url}/step-00000008",
     ]
     for message, step in zip(caplog.messages, (12, 8), strict=True):
-        assert f": {url}/step-{step:08d}/{name} is not what its manifest says" in message
+        assert (
+            f": {url}/step-{step:08d}/{name} is missing or differs from the hash in its manifest"
+            in message
+        )
 
 
 def test_a_copy_in_a_folder_is_one(url: str, tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_a_call_that_took_too_long_cannot_write_into_what_a_later_one_writes() -
     with pytest.raises(pl.errors.CheckpointError, match=r"writing took more than 0.2 s"):
         store._do("writing", upload)
     again = Store("memory://late", {}, timeout=30)
-    with pytest.raises(pl.errors.CheckpointError, match="an earlier call has not ended"):
+    with pytest.raises(pl.errors.CheckpointError, match="an earlier call exceeded its timeout"):
         again._do("writing", lambda: wrote.append("new"))
     go_on.set()
     _overdue["memory://late"].join(30)

@@ -110,8 +110,8 @@ class StartTimeout(RuntimeError):
     def __init__(self, load: float, cores: int | None) -> None:
         super().__init__(
             f"Ray did not start on this machine within its 30 s (load {load:.1f} on {cores} "
-            "cores): run it again when less computes here, or start Ray once with `ray start "
-            "--head` and use pl.Ray(…, address='auto')"
+            "cores): run it again when the machine is less busy, or start Ray once with `ray "
+            "start --head` and use pl.Ray(…, address='auto')"
         )
 
 

@@ -76,10 +76,10 @@ def refuse_open(answer: Answer, nodes: Iterable[str] = ()) -> None:
     far = [node for node in (answer.peer, *nodes) if not is_loopback(node)]
     if answer.open and far:
         raise InsecureCluster(
-            f"the cluster at {answer.address} wants no token, and {far[0]} is not loopback: "
-            f"whoever reaches a port of it can run code on its machines. {_TOKEN}, before "
-            "`ray start`. On a network where you trust everybody, use "
-            "pl.Ray(..., allow_insecure=True)"
+            f"the cluster at {answer.address} requires no token, and {far[0]} is not loopback: "
+            f"any process that reaches a port of it can run code on its machines. {_TOKEN}, "
+            "before `ray start`. On a network where you trust all machines, use pl.Ray(..., "
+            "allow_insecure=True)"
         )
 
 
@@ -87,7 +87,7 @@ def refuse_mixed(answer: Answer) -> None:
     """Raise if this process requires a token and the workers have none: all would be lost."""
     if answer.open and answer.token:
         raise ClusterError(
-            f"the cluster at {answer.address} wants no token, and this process does, so that its "
+            f"the cluster at {answer.address} requires no token, but this process does, so its "
             "workers could not answer: start the cluster with the same token and "
             "RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here"
         )
@@ -152,7 +152,7 @@ def _tls_files() -> dict[str, str] | None:
         return None
     if absent := [name for name in _TLS_FILES.values() if not os.environ.get(name)]:
         raise ClusterError(
-            f"RAY_USE_TLS is set, and {' and '.join(absent)} not: set all of "
+            f"RAY_USE_TLS is set without {' and '.join(absent)}: set all of "
             f"{', '.join(_TLS_FILES.values())} to files; docs/tls.sh makes them"
         )
     return {what: os.environ[name] for what, name in _TLS_FILES.items()}
@@ -166,7 +166,7 @@ def _authorization(found: bool) -> str:
         header = AuthenticationTokenLoader.instance().get_token_for_http_header(always)
     except AuthenticationError as error:
         why = str(error).partition(". ")[0]
-        raise ClusterError(f"RAY_AUTH_MODE=token, and there is no token: {why}. {_TOKEN}") from None
+        raise ClusterError(f"RAY_AUTH_MODE=token, but there is no token: {why}. {_TOKEN}") from None
     return str(header.get("authorization", ""))
 
 
@@ -198,62 +198,64 @@ def _sentence(address: str, answer: dict[str, Any], seconds: float) -> str:
     match answer["case"]:
         case "nobody":
             return (
-                f"nobody answers at {address} ({detail}): on the head, `ray start --head "
-                "--port 6379`; here, its address, and a port that no firewall closes"
+                f"no cluster answers at {address} ({detail}): run `ray start --head --port 6379` "
+                "on the head, and use its address here, with a port that no firewall blocks"
             )
         case "late":
             return (
-                f"nobody answers at {address} within {seconds:g} s: is the name right, and does a "
-                "firewall drop what is sent there?"
+                f"no cluster answers at {address} within {seconds:g} s: check the name, and "
+                "whether a firewall drops the packets"
             )
         case "no token" if _authorization_unused():
             return (
-                f"the cluster at {address} wants a token, and the one that is here is not used: "
-                "set RAY_AUTH_MODE=token before Python starts"
+                f"the cluster at {address} requires a token, and this process does not use its "
+                "own: set RAY_AUTH_MODE=token before Python starts"
             )
         case "no token":
             return (
-                f"the cluster at {address} wants a token, and none is here: copy the head's "
-                "(`ray get-auth-token` prints it) to ~/.ray/auth_token, or to a file that "
+                f"the cluster at {address} requires a token, and this machine has none: copy the "
+                "head's (`ray get-auth-token` prints it) to ~/.ray/auth_token, or to a file that "
                 "RAY_AUTH_TOKEN_PATH names, and set RAY_AUTH_MODE=token"
             )
         case "wrong token":
             return (
-                f"the cluster at {address} does not take the token that is here, from "
+                f"the cluster at {address} rejects the token of this machine, from "
                 f"{token_file.source()}: copy the head's (`ray get-auth-token` prints it there)"
             )
         case "tls wanted":
             return (
-                f"the cluster at {address} speaks TLS, and this process does not: set "
+                f"the cluster at {address} uses TLS, and this process does not: set "
                 f"RAY_USE_TLS=1, and {', '.join(_TLS_FILES.values())} to files; docs/tls.sh makes "
                 "them"
             )
         case "no tls":
             return (
-                f"RAY_USE_TLS is set here, and what answers at {address} does not speak TLS "
-                f"({detail}): start the cluster with the same RAY_USE_TLS and files as docs/tls.sh "
-                "makes, or unset it here; is the port that of the head?"
+                f"RAY_USE_TLS is set here, but the server at {address} does not use TLS "
+                f"({detail}): start the cluster with the same RAY_USE_TLS and the files that "
+                "docs/tls.sh makes, or unset it here, and check that the port is that of the head"
             )
         case "files":
             names = ", ".join(f"{n}={os.environ.get(n)}" for n in _TLS_FILES.values())
             return f"the files for TLS cannot be used ({detail}): {names}"
         case "their certificate":
             return (
-                f"the certificate of the cluster at {address} is not to be trusted ({detail}): "
-                f"use the CA that signed it, RAY_TLS_CA_CERT={os.environ.get('RAY_TLS_CA_CERT')} "
-                "is here, and an address that the certificate names"
+                f"the certificate of the cluster at {address} cannot be verified ({detail}): use "
+                "the CA that signed it (here "
+                f"RAY_TLS_CA_CERT={os.environ.get('RAY_TLS_CA_CERT')}), and an address that the "
+                "certificate names"
             )
         case "our certificate":
             return (
-                f"the cluster at {address} does not take our certificate ({detail}): have "
-                f"RAY_TLS_SERVER_CERT={os.environ.get('RAY_TLS_SERVER_CERT')} signed by its CA"
+                f"the cluster at {address} rejects the certificate of this process ({detail}): "
+                f"have RAY_TLS_SERVER_CERT={os.environ.get('RAY_TLS_SERVER_CERT')} signed by its "
+                "CA"
             )
         case "stranger":
             return (
-                f"what answers at {address} is not a head of Ray ({detail}): use its port, by "
-                "default HOST:6379, or ray://HOST:10001 for Ray Client"
+                f"the server at {address} is not a Ray head ({detail}): use the port of the head, "
+                "by default HOST:6379, or ray://HOST:10001 for Ray Client"
             )
-    return f"the look at {address} failed: {detail}"
+    return f"the check of {address} failed: {detail}"
 
 
 def _authorization_unused() -> bool:

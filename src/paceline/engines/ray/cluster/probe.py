@@ -109,7 +109,7 @@ class Probe:
                 secure.sendall(_PREFACE)
                 # In TLS 1.3 a server refuses our certificate after the handshake, maybe silently.
                 if not secure.recv(1):
-                    return {"case": "our certificate", "detail": "it hung up"}
+                    return {"case": "our certificate", "detail": "the server closed the connection"}
         except ssl.SSLCertVerificationError as error:
             return {"case": "their certificate", "detail": error.verify_message}
         except (OSError, ssl.SSLError) as error:

@@ -43,8 +43,8 @@ def warn_if_readable() -> None:
         if mode & 0o077:
             _warned.add(path)
             logger.warning(
-                "others on this machine may read the cluster's token, and run code with it: "
-                "mode %03o of %s; chmod 600 %s",
+                "other users of this machine can read the cluster's token, and run code with it: "
+                "mode %03o of %s; run chmod 600 %s",
                 *(mode, path, path),
             )
 

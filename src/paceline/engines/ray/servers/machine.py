@@ -181,7 +181,8 @@ class Machine:
     def _leave_out(self, slow: Slot) -> None:
         """Cut the model anew among the other servers."""
         logger.warning(
-            "the link to server %s was slow for %d steps in a row: its slice goes to the others",
+            "the link to server %s was slow for %d steps in a row: its slice moves to the other "
+            "servers",
             slow.server,
             slow.slow,
         )

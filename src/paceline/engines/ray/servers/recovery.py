@@ -125,10 +125,10 @@ class Recovery:
         if not self._fleet.has(server):
             cut = self._placement.cut
             raise self.fail(
-                f"server {server} was lost too often ({why}"
-                f"{f'; {self._routes.named(cut)}' if cut else ''}); the last whole version is "
-                f"{steps.history.last_whole}. Resume from a checkpoint, or allow more with "
-                "Ray(respawns=…)"
+                f"server {server} was lost too often "
+                f"({why}{f'; {self._routes.named(cut)}' if cut else ''}); the last complete "
+                f"version is {steps.history.last_whole}. Resume from a checkpoint, or allow more "
+                "losses with Ray(respawns=…)"
             )
         self.recover(slot)
 
@@ -153,8 +153,8 @@ class Recovery:
         logger.warning("%s", routes.named(cut))
         if not placement.has_reaching(self._fleet.alive()):
             self.failure = NoRoute(
-                f"{routes.named(placement.cut)}, so that no node can have a server. "
-                "Open Ray's ports between these hosts, or use Ray(servers='driver')"
+                f"{routes.named(placement.cut)}, so no node can run a server. Open Ray's ports "
+                "between these hosts, or use Ray(servers='driver')"
             )
             raise self.failure
         for slot in list(self._steps.slots):
@@ -229,7 +229,7 @@ class Recovery:
         if slot.attempts > ATTEMPTS:
             raise self.fail(
                 f"the slice of server {slot.server} cannot be recovered ({event.error}); the last "
-                f"whole version is {self._steps.history.last_whole}. Resume from a checkpoint"
+                f"complete version is {self._steps.history.last_whole}. Resume from a checkpoint"
             ) from event.error
         self.recover(slot)
 

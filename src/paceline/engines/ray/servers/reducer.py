@@ -111,8 +111,8 @@ class ShardedReducer:
             while steps.waiting or not steps.history.last.whole:
                 if not self._calls.wait(inf):
                     raise recovery.fail(
-                        f"the servers did not come to version {steps.model.number}; the last whole "
-                        f"one is {steps.history.last_whole}. Resume from a checkpoint"
+                        f"the servers did not reach version {steps.model.number}; the last "
+                        f"complete version is {steps.history.last_whole}. Resume from a checkpoint"
                     )
             if self._settled == steps.model.number:
                 return
@@ -139,9 +139,9 @@ class ShardedReducer:
                 found = self._cluster.get([part.ref for part in copy.parts], left)
             except ray.exceptions.GetTimeoutError as error:
                 raise self.machine.recovery.fail(
-                    f"the slice of server {slot.server} did not come from "
-                    f"{self._cluster.address(steps.node(slot))} to the driver in "
-                    f"{self._timeout:g} s; look at the link between them, or use a longer "
+                    f"the slice of server {slot.server} did not arrive from "
+                    f"{self._cluster.address(steps.node(slot))} at the driver within "
+                    f"{self._timeout:g} s; check the link between them, or use a longer "
                     "Ray(timeout=…)"
                 ) from error
             for span, values, (arrays, data) in zip(

@@ -163,7 +163,10 @@ class Server:
         optimizer's state."""
         shard = self._turn(version)
         if self._reduced != version:
-            raise RuntimeError(f"a server was told to make {version} before it added it up")
+            raise RuntimeError(
+                f"apply() of version {version} came before its reduce(); this is a bug in the "
+                "engine"
+            )
         shard.apply(totals)
         self._version = version
         state = self._state()
@@ -193,7 +196,10 @@ class Server:
     def _turn(self, version: int) -> Shard:
         """Refuse a step that is not the next one: no step is taken twice or left out."""
         if self._shard is None or version != self._version + 1:
-            raise RuntimeError(f"a server at version {self._version} was told to make {version}")
+            raise RuntimeError(
+                f"a server at version {self._version} cannot make version {version}; this is a "
+                "bug in the engine"
+            )
         return self._shard
 
 
@@ -201,9 +207,9 @@ def fault_of(piece: Any, size: int, dtype: Any) -> str | None:
     """Return what is wrong with a piece of a result, or None if it is sound."""
     if not isinstance(piece, np.ndarray) or piece.shape != (size,):
         shape = getattr(piece, "shape", type(piece).__name__)
-        return f"a slice of it has the shape {shape} instead of ({size},)"
+        return f"one of its slices has the shape {shape} instead of ({size},)"
     if piece.dtype != dtype:
-        return f"a slice of it is of {piece.dtype} instead of {dtype}"
+        return f"one of its slices has the type {piece.dtype} instead of {dtype}"
     return None if isfinite(norm_of(piece)) else NOT_FINITE
 
 

@@ -67,13 +67,13 @@ def test_addresses_that_are_none(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1"])
 def test_nobody_is_there(address: str) -> None:
-    with pytest.raises(pl.errors.ClusterError, match="nobody answers at") as caught:
+    with pytest.raises(pl.errors.ClusterError, match="no cluster answers at") as caught:
         look(address)
     assert address in str(caught.value) and "ray start --head" in str(caught.value)
 
 
 def test_somebody_else_is_there(server: Callable[[bytes | None], str]) -> None:
-    with pytest.raises(pl.errors.ClusterError, match=r"not a head of Ray .neither gRPC nor TLS"):
+    with pytest.raises(pl.errors.ClusterError, match=r"not a Ray head .neither gRPC nor TLS"):
         look(server(b"SSH-2.0-OpenSSH_9.9\r\n"))
 
 
@@ -122,7 +122,7 @@ def test_what_fails_does_not_tell_the_secret() -> None:
 
 def test_auto_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(pl.errors.ClusterError, match=r"nobody answers at 127\.0\.0\.1:1"):
+    with pytest.raises(pl.errors.ClusterError, match=r"no cluster answers at 127\.0\.0\.1:1"):
         look("auto")
 
 
