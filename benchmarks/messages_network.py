@@ -175,7 +175,7 @@ class Rank:
             start = (step - 1) * BATCH + self._rank * share
             batch = data(False)[self._stream.indices(start, share)]
             sgd.zero_grad()
-            loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            loss(model, batch).backward()
             sgd.step()
             seconds += time.perf_counter() - begin
             good = torch.zeros(1)

@@ -99,7 +99,7 @@ class HandWorker:
             self._epoch, self._order = epoch, torch.from_numpy(random.permutation(EXAMPLES))
         chosen = self._order[start : start + SHARE]
         outputs = self._module(self._images[chosen])
-        nn.functional.cross_entropy(outputs, self._labels[chosen]).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(outputs, self._labels[chosen]).backward()
         return self._gradients.numpy()
 
 

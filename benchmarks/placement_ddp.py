@@ -89,7 +89,7 @@ def equal(data: Images, model: nn.Module) -> Iterator[None]:
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             yield
 
@@ -103,7 +103,7 @@ def proportional(data: Images, model: nn.Module, sampler: ProportionalSampler) -
         for images, labels in sampler.measured(loader):
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            sampler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            sampler.scale(loss).backward()
             optimizer.step()
             yield
 
@@ -121,7 +121,7 @@ def alone(data: Images, steps: int) -> nn.Module:
         images, labels = data.__getitems__(stream.indices(start, BATCH).tolist())
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return model
 

@@ -46,7 +46,7 @@ def make_model() -> GPT2LMHeadModel:
         bos_token_id=ANSWER,
         eos_token_id=ANSWER,
     )
-    return GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    return GPT2LMHeadModel(config)
 
 
 def held_out_loss(model: GPT2LMHeadModel) -> float:
@@ -66,7 +66,7 @@ def main() -> None:
     )
     run = pl.Trainer(learner, pl.sync(), pl.Ray(workers=2)).fit(steps=250)
     print(run.summary())
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     before, after = held_out_loss(model), held_out_loss(run.model)
     print(f"test loss before {before:.3f}, after {after:.3f}")
     tied = run.model.lm_head.weight is run.model.transformer.wte.weight

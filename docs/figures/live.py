@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from examples.fashion_mnist import fashion_mnist
+from fashion_mnist import fashion_mnist
 from paceline.report.live import Noted, moment, render
 from paceline.testing import SlowWorkers
 

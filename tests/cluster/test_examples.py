@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from examples.fashion_mnist import FASHION_MNIST
+
+from fashion_mnist import FASHION_MNIST
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.chaos_resume import EVERY, cluster, kills, learner
 
 import paceline as pl
+from chaos_resume import EVERY, cluster, kills, learner
 
 pytestmark = pytest.mark.cluster
 
@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import paceline as pl
-from benchmarks.chaos_resume import learner
+from chaos_resume import learner
 
 class Say(pl.Callback):
     def stepped(self, progress):

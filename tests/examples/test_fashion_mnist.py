@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from examples.fashion_mnist import FASHION_MNIST, Element, fashion_mnist, read_idx
 from numpy.typing import NDArray
+
+from fashion_mnist import FASHION_MNIST, Element, fashion_mnist, read_idx
 
 CODES = {"uint8": 0x08, "int8": 0x09, "int16": 0x0B, "int32": 0x0C, "float32": 0x0D}
 CODES["float64"] = 0x0E

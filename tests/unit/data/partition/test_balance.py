@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from examples.fashion_mnist import FASHION_MNIST, fashion_mnist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.spatial.distance import pdist, squareform
 
+from fashion_mnist import FASHION_MNIST, fashion_mnist
 from paceline.data.partition import balance, refine
 from paceline.data.partition.balance import Balancer, balanced
 from paceline.data.partition.base import Partition, normalized, quotas, whole_shares

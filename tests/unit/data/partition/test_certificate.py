@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples.fashion_mnist import FASHION_MNIST, fashion_mnist
 from numpy.typing import NDArray
 
+from fashion_mnist import FASHION_MNIST, fashion_mnist
 from paceline.data.partition import certificate
 from paceline.data.partition.balance import balanced
 from paceline.data.partition.base import Partition, normalized

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from examples.fashion_mnist import FASHION_MNIST, fashion_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fashion_mnist import FASHION_MNIST, fashion_mnist
 from paceline.data.partition.base import Floats, Indices, Partition, normalized, quotas
 from paceline.data.partition.greedy import (
     facility_location_blocks,
