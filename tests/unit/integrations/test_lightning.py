@@ -343,7 +343,7 @@ class Asks(Classifier):
 
 class Logs(Classifier):
     def on_train_epoch_end(self) -> None:
-        raise AssertionError("Paceline does not call")
+        raise AssertionError("is not called")
 
 
 def plateau(module: nn.Module) -> Any:

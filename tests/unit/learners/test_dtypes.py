@@ -96,7 +96,7 @@ def test_a_resume_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
     trainer(Mixed(), checkpoints=saves).fit(steps=2)
     other = Mixed()
     other.base.weight.data += 1
-    with pytest.raises(CheckpointError, match=r"'base.weight' in model.safetensors is not"):
+    with pytest.raises(CheckpointError, match=r"'base.weight' in model.safetensors differs"):
         trainer(other).resume(tmp_path / "step-00000002")
 
 

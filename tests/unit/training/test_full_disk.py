@@ -43,7 +43,9 @@ def test_a_full_disk_under_the_journal_warns_once_and_training_goes_on(
     run, steps = trained(2000, disk / "run.jsonl"), 2000
     assert run.steps == steps
     assert (run.model == trained(steps, None).model).all()
-    told = [r.getMessage() for r in caplog.records if "run.jsonl ends here" in r.getMessage()]
+    told = [
+        r.getMessage() for r in caplog.records if "run.jsonl cannot be written" in r.getMessage()
+    ]
     assert len(told) == 1
     assert "No space left on device" in told[0]
     assert os.statvfs(disk).f_bavail == 0

@@ -87,7 +87,7 @@ def test_whoever_says_nothing_is_not_waited_for(
     for name, path in certificate.items() if tls else ():
         monkeypatch.setenv(name, path)
     began = time.monotonic()
-    with pytest.raises(pl.errors.ClusterError, match=r"within 1 s|not a head|does not speak TLS"):
+    with pytest.raises(pl.errors.ClusterError, match=r"within 1 s|not a Ray head|does not use TLS"):
         look(server(None), seconds=1.0)
     assert time.monotonic() - began < 8  # and not the minutes of Ray
 

@@ -491,6 +491,6 @@ def test_a_route_that_failed_once_is_no_reason_to_move() -> None:
 
 def test_no_route_from_any_node_ends_the_run() -> None:
     run = script()
-    with pytest.raises(NoRoute, match="each other: A and B, so that no node") as error:
+    with pytest.raises(NoRoute, match="each other: A and B, so no node") as error:
         probe_twice(run, ("A", "B"))
     assert run.machine.recovery.failure is error.value
