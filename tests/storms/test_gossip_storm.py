@@ -8,8 +8,7 @@ import pytest
 
 from tests.storms.gossip_planted import BUGS
 from tests.storms.gossip_storm import play
-from tests.storms.planted import planted
-from tests.storms.storm import Violation
+from tests.storms.planted import found, planted
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +44,5 @@ def test_the_same_seed_is_the_same_storm(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are not finite
 def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
     with planted(bug, BUGS):
-        for seed in range(100):
-            try:
-                play(seed, tmp_path / str(seed))
-            except Violation as found:
-                assert f"chaos.py --part gossip --seed {seed}" in str(found)
-                return
-    pytest.fail(f"{bug!r} was not found in 100 storms")
+        seed, told = found(play, bug, tmp_path)
+    assert f"chaos.py --part gossip --seed {seed}" in told

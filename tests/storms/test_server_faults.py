@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import ray
 import paceline as pl
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute
-from tests.storms.planted import SERVER_BUGS, planted
+from tests.storms.planted import SERVER_BUGS, found, planted
 from tests.storms.processes import ServerProcess, WorkerProcess
 from tests.storms.rolling import Rolling, RollingServer
 from tests.storms.serial import serial
 from tests.storms.simulated import SimulatedRay
-from tests.storms.storm import Violation, play
+from tests.storms.storm import play
 from tests.storms.weather import Weather, World
 
 LEARNER = Rolling((1.0, 0.3, 0.1, 0.5), noise=0.1, lr=0.04, batch_size=12)
@@ -123,13 +124,8 @@ def _but_holds(receive: Callable[[Any], None]) -> Callable[[Any], None]:
 @pytest.mark.parametrize("bug", SERVER_BUGS)
 def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
     with planted(bug, SERVER_BUGS):
-        for seed in range(60):
-            try:
-                play(seed, tmp_path / str(seed), "servers")
-            except Violation as found:
-                assert f"chaos.py --seed {seed}" in str(found)
-                return
-    pytest.fail(f"{bug!r} was not found in 60 runs")
+        seed, told = found(partial(play, only="servers"), bug, tmp_path)
+    assert f"chaos.py --seed {seed}" in told
 
 
 # --- exceptions in servers -----------------------------------------------------------------------
