@@ -34,6 +34,8 @@ def reason_of(error: BaseException) -> str:
         if "node" in str(error) and "died" in str(error) and "worker process" not in str(error):
             return "its node died"
         return "its process died (killed, out of memory, or crashed)"
+    if isinstance(error, ray.exceptions.ObjectLostError):
+        return "an object that its task needed or returned was lost with a node"
     return _short(f"{type(error).__name__}: {error}")
 
 

@@ -204,5 +204,7 @@ def test_reasons_are_told_in_words() -> None:
     assert reason_of(died) == "its process died (killed, out of memory, or crashed)"
     lost = ray.exceptions.ActorUnavailableError("lost contact", None)
     assert reason_of(lost) == "the connection to its process was lost"
+    gone = ray.exceptions.ObjectLostError("00", None, "here")
+    assert reason_of(gone) == "an object that its task needed or returned was lost with a node"
     long = ray.exceptions.RayTaskError("compute", "", ValueError("x\n" * 1000), "", 0, "")
     assert len(reason_of(long)) == 300 and "\n" not in reason_of(long)
