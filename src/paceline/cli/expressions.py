@@ -58,7 +58,7 @@ def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
     6
     >>> parse("k_sync(2 ** 9)")
     Traceback (most recent call last):
-    ValueError: '2 ** 9' in 'k_sync(2 ** 9)': use numbers, texts, lists, and calls of known names
+    ValueError: '2 ** 9' in 'k_sync(2 ** 9)': use numbers, strings, lists, and calls of known names
     """
     node = parsed(text)
     if isinstance(node, ast.Name) and node.id in outer:
