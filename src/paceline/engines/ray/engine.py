@@ -98,10 +98,10 @@ class Ray:
 
     def _clear(self) -> None:
         """Forget everything about a job."""
-        if self._open is not None:
-            self._origin = self._open.origin
-            self._open.end()
-        self._open = None
+        ended, self._open = self._open, None
+        if ended is not None:
+            self._origin = ended.origin
+            ended.end()
         self._calls = self._cluster.calls()
         self._events: deque[Event] = deque()
 
