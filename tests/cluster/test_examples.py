@@ -30,8 +30,8 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"the package {package} is not installed")
 
 
-def run(script: str) -> str:
-    command = [sys.executable, str(ROOT / script)]
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -67,6 +67,12 @@ def test_a_model_of_transformers_learns_and_stays_tied() -> None:
     losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)
     assert losses and float(losses[2]) < 0.3 * float(losses[1])
     assert "share their weights: True" in output
+
+
+def test_a_gpt_learns_on_ray() -> None:
+    output = run("examples/gpt.py", "--ray", "--steps", "40")
+    losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)
+    assert losses and float(losses[2]) < 0.8 * float(losses[1])
 
 
 INTERRUPTED = """

@@ -157,7 +157,7 @@ def test_bytes_are_counted_on_the_links_that_carry_them(hosts: Hosts) -> None:
     assert 1_000_000 < carried[0][0] < 1_100_000
     assert 1_000_000 < carried[1][1] < 1_100_000
     assert carried[0][1] < 100_000 and carried[1][0] < 100_000  # the acknowledgements
-    assert sum(carried[2]) < 1_000
+    assert sum(carried[2]) < 10_000  # not the million: the kernels greet their neighbors
 
 
 def test_loss_and_a_short_queue_drop_frames() -> None:

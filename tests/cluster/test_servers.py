@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import paceline as pl
 from paceline.core.protocol import Left
@@ -45,9 +47,9 @@ LEARNERS: dict[str, Callable[[], pl.TorchLearner]] = {
 
 def remake(**changes: Any) -> pl.TorchLearner:
     plain = make_learner()
-    given: dict[str, Any] = {"optimizer": plain.optimizer, **changes}
+    given: dict[str, Any] = {"model": plain.model, "optimizer": plain.optimizer, **changes}
     return pl.TorchLearner(
-        plain.model, plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **given
+        loss=plain.loss, dataset=plain.dataset, batch_size=plain.batch_size, **given
     )
 
 
@@ -75,6 +77,52 @@ def test_a_run_goes_on_with_other_servers(ray_servers: pl.Ray, tmp_path: object)
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     straight = simulated(learner(), 9)
     assert torch.allclose(flat(run.model), flat(straight.model), rtol=1e-6, atol=1e-6)
+
+
+def wide_learner() -> pl.TorchLearner:
+    """A model of 1.2 MB, which servers write themselves, cut in mid-row."""
+    return remake(**ADAM, model=wide_model())
+
+
+def wide_model() -> torch.nn.Module:
+    torch.manual_seed(7)
+    layers = torch.nn.Linear(20, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 577)
+    return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(577, 3))
+
+
+def test_servers_write_a_checkpoint_from_which_a_run_goes_on_with_the_same_bits(
+    ray_servers: pl.Ray, tmp_path: Path
+) -> None:
+    saves = pl.Checkpoints(tmp_path, every=5)
+    plain = partial(pl.Trainer, policy=pl.sync(), progress=False)
+    whole = plain(wide_learner(), engine=ray_servers, checkpoints=saves).fit(steps=9)
+    folder = saves.folder(5)
+    slices = sorted(path.name for path in folder.glob("state-*"))
+    assert slices == [f"state-{i:05d}-of-{len(slices):05d}.safetensors" for i in range(len(slices))]
+    assert len(slices) > 1 and not (folder / "state.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000009"]
+    again = plain(wide_learner(), engine=ray_servers).resume(folder).fit(steps=9)
+    assert torch.equal(flat(again.model), flat(whole.model))
+    five = plain(wide_learner(), engine=ray_servers).fit(steps=5)
+    model = load_file(folder / "model.safetensors")
+    assert model.keys() == five.model.state_dict().keys()
+    for name, tensor in five.model.state_dict().items():
+        assert torch.equal(model[name], tensor), name
+
+
+def test_a_server_that_is_killed_while_it_writes_does_no_harm(
+    ray_servers: pl.Ray, tmp_path: Path
+) -> None:
+    saves = pl.Checkpoints(tmp_path, every=3, keep=99)
+    kill = At(4, lambda: os.kill(ray_servers.pids()["s1"], signal.SIGKILL))
+    run = pl.Trainer(
+        wide_learner(), pl.sync(), ray_servers, checkpoints=saves, callbacks=[kill], progress=False
+    ).fit(steps=9)
+    calm = pl.Trainer(wide_learner(), pl.sync(), ray_servers, progress=False).fit(steps=9)
+    assert run.steps == 9 and torch.equal(flat(run.model), flat(calm.model))
+    first = min(tmp_path.glob("step-*"))
+    again = pl.Trainer(wide_learner(), pl.sync(), ray_servers, progress=False).resume(first)
+    assert torch.equal(flat(again.fit(steps=9).model), flat(calm.model))
 
 
 def test_the_model_can_be_looked_at_while_it_trains(ray_servers: pl.Ray) -> None:
@@ -115,6 +163,27 @@ def test_servers_killed_in_mid_step_change_nothing(
     assert pl.replay(run.driven_policy, run.journal) == run.journal
     assert (Left("w2") in lives(run)) == ("w2" in victims)
     assert {stretch.fate for stretch in run.samples()} <= {"used", "unfinished"}
+
+
+@pytest.mark.parametrize("name", ["momentum", "LARS"])
+def test_a_killed_server_changes_nothing_although_workers_have_rounded_values(
+    ray_servers: pl.Ray, name: str
+) -> None:
+    codec = pl.codecs.BFloat16()
+
+    def fit(engine: pl.Ray | pl.Simulator, *callbacks: pl.Callback) -> pl.Run:
+        trainer = pl.Trainer(
+            LEARNERS[name](), pl.sync(shares=4), engine, callbacks=callbacks, progress=False,
+            codec=codec, model_codec=codec,
+        )  # fmt: skip
+        return trainer.fit(steps=9)
+
+    run = fit(ray_servers, At(4, lambda: os.kill(ray_servers.pids()["s1"], signal.SIGKILL)))
+    whole = fit(pl.Simulator(4))
+    assert run.steps == 9
+    assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+    if name == "momentum":  # a norm's sum over slices rounds otherwise than that of the whole
+        assert torch.equal(flat(run.model), flat(whole.model))
 
 
 @pytest.mark.parametrize("policy", [pl.k_sync(2), pl.rennala(4), pl.ringmaster(4)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_ddp import launched, torchrun
+from tests.cluster.test_ddp import ROOT, launched, torchrun
 
 pytestmark = pytest.mark.cluster
 
@@ -60,3 +60,8 @@ def test_several_drivers_are_told_to_be_one(tmp_path: Path) -> None:
 
 def test_a_sampler_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     assert "seen: [6, 6]" in torchrun(script(tmp_path, EARLY), seconds=240, ranks=2)
+
+
+def test_the_example_names_the_slowed_rank() -> None:
+    output = torchrun(ROOT / "examples/torchrun_ddp.py", seconds=240, ranks=3)
+    assert "rank 2 is the slowest" in output

@@ -222,7 +222,7 @@ def test_models_travel_as_changes(engine: TrainingEngine) -> None:
         return trainer.fit(steps=steps)
 
     if getattr(engine, "servers", None) is not None:
-        with pytest.raises(ValueError, match="servers publish slices of the model as they are"):
+        with pytest.raises(ValueError, match="with servers a model travels as its values"):
             fit_down(pl.sync(), pl.codecs.Int8())
         return
     plain = fit_down(pl.sync(), None)
@@ -238,6 +238,26 @@ def test_models_travel_as_changes(engine: TrainingEngine) -> None:
         assert run.metrics["loss"][-5:].mean() < 0.6 * run.metrics["loss"][:3].mean()
         assert run.meter.down_bytes < share * run.meter.started * run.meter.message_bytes
         assert pl.replay(run.driven_policy, run.journal) == run.journal
+
+
+@pytest.mark.parametrize("codec", [pl.codecs.BFloat16(), pl.codecs.Half()])
+def test_rounded_both_ways_every_engine_has_the_same_bits(
+    engine: TrainingEngine, codec: Codec
+) -> None:
+    def fit_rounded(engine: TrainingEngine) -> pl.Run:
+        trainer = pl.Trainer(
+            make_learner(), pl.sync(), engine, progress=False, codec=codec, model_codec=codec
+        )
+        return trainer.fit(steps=12)
+
+    run, simulated = fit_rounded(engine), fit_rounded(pl.Simulator(engine.size))
+    assert torch.equal(flat(run.model), flat(simulated.model))
+    slices = getattr(engine, "servers", None)
+    headers = 40 * (slices if isinstance(slices, int) else 1)
+    each = run.meter.message_bytes / 2 + headers
+    assert run.meter.down_bytes == run.meter.started * each
+    assert run.meter.up_bytes == 12 * engine.size * each
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_steps_are_numbered_and_follow_their_commands(engine: TrainingEngine) -> None:

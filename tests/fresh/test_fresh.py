@@ -1,6 +1,6 @@
-"""The README and the ten minutes of the documentation, literally, in a new environment.
+"""Installs into new environments: README and the ten minutes, literally; and without Ray.
 
-It installs PyTorch and Ray into a virtual environment of its own: minutes, and gigabytes of disk.
+Each test has a virtual environment with PyTorch of its own: minutes, and gigabytes of disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,24 @@ from tests.console import Command, Edit, File, check, loose, read, snippets
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("paceline doctor", "paceline profile", "paceline plan")  # differ by machine and scipy
-REAL = {"Install", "Is this machine well?", "The same on real processes"}  # as this machine is
+REAL = {"Install", "Check the machine", "Run it on real processes"}  # as this machine is
+PACKAGES = 15  # that `pip install paceline` may bring beside PyTorch's own
+SCRIPT = """
+from functools import partial
+import torch, paceline as pl
+from torch.utils.data import TensorDataset
+
+x = torch.randn(512, 20)
+learner = pl.TorchLearner(
+    torch.nn.Linear(20, 1),
+    lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+    partial(torch.optim.SGD, lr=0.1),
+    TensorDataset(x, x.sum(dim=1, keepdim=True)),
+    batch_size=64,
+)
+engine = pl.Simulator(workers=4, delays=pl.delays.Pareto(0.1, 3.0))
+pl.Trainer(learner, pl.k_sync(3), engine, journal="run.jsonl", progress=False).fit(steps=40)
+"""
 
 pytestmark = [pytest.mark.fresh, pytest.mark.timeout(900)]
 
@@ -142,3 +159,31 @@ def test_the_readme_and_the_ten_minutes(checkout: Path, tmp_path: Path) -> None:
         assert " steps in " in printed[0]
         imported = session.type("python -c 'import paceline; print(paceline.__file__)'")
         assert str(checkout / ".venv") in imported[0]
+
+
+def test_without_ray(checkout: Path, tmp_path: Path) -> None:
+    """The light install trains on the simulator, plans, reports, and names the command for Ray."""
+    with bash(checkout, tmp_path / "errors.txt") as session:
+        session.type("python3 -m venv .venv && . .venv/bin/activate && pip install torch")
+        of_torch = set(session.type("pip list --format=freeze"))
+        session.type("pip install .")
+        added = set(session.type("pip list --format=freeze")) - of_torch
+        names = {line.partition("==")[0] for line in added}
+        assert "paceline" in names and len(names) <= PACKAGES, names
+        assert not names & {"ray", "grpcio"}
+
+        session.type("mkdir ../light && cd ../light")
+        (session.folder / "train.py").write_text(SCRIPT)
+        assert "train" in "\n".join(session.type("paceline --help"))
+        assert session.type("paceline train train.py")[0].startswith("40 steps in ")
+        session.type("paceline report run.jsonl -o run.html")
+        assert "<html" in (session.folder / "run.html").read_text()
+        session.type("paceline profile train.py -o fleet.json")
+        planned = session.type("paceline plan fleet.json --target 0.5 --learning-rate 0.1")
+        assert planned[0] == "to a loss of 0.5, with the least time:"
+        session.type("python -c 'import paceline.ddp; paceline.ddp.ProportionalSampler'")
+        for use in ("paceline doctor", "python -c 'import paceline as pl; pl.Ray(workers=2)'"):
+            told = "\n".join(session.type(f"({use}; echo ended with $?) 2>&1"))
+            assert told.endswith("ended with 1")
+            assert "Ray is not installed" in told and "pip install 'paceline[ray]'" in told
+            assert "ModuleNotFoundError" not in told

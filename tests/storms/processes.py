@@ -61,10 +61,12 @@ class Reference:
     """What a call returns: answered once, if ever, though whoever listens may hear it twice.
 
     node: whose store it is in; None: it is small, and with whoever made the call.
+    holder: the process that it is in, if it is in no store.
     """
 
     def __init__(self, world: World, node: str | None = None) -> None:
         self._world, self.node = world, node
+        self.holder: Process | None = None  # with which it is lost
         self._future: Future[Any] = Future()
         self._listeners: list[Callable[[Any], None]] = []
         self._waiting: list[Callable[[], None]] = []
@@ -107,9 +109,17 @@ class Reference:
             copy.answer(error=error)
         return copy
 
+    def is_lost(self) -> bool:
+        """Return whether it is lost with its machine or its process."""
+        if self.node in self._world.dead:
+            return True
+        return self.holder is not None and self.node is not None and not self.holder.alive
+
     def result(self, timeout: float) -> Any:
         if self.node in self._world.dead:
             raise ray.exceptions.ObjectLostError("simulated", None, "")
+        if self.is_lost():
+            raise died()
         return self._future.result(timeout)
 
     def answer(self, value: Any = None, error: Exception | None = None) -> None:
@@ -358,7 +368,7 @@ class WorkerProcess(Process):
 
     def timeout(self, call: Call) -> float | None:
         if call.name == "compute_slices":
-            return float(unpack(call.given[0])[2][5])
+            return float(unpack(call.given[0])[2][4])
         return float(call.given[1]) if call.name == "fetch" else None
 
     def _exception(self, task: Task) -> Exception | None:
@@ -498,13 +508,15 @@ class WorkerProcess(Process):
 class ServerProcess(Process):
     """Has a server in it."""
 
-    calls = frozenset({"set_up", "step", "reduce", "apply", "keep", "give"})
+    calls = frozenset({"set_up", "step", "reduce", "apply", "keep", "give", "show", "write"})
 
     def __init__(self, world: World, name: str, node: str) -> None:
         super().__init__(world, name, node)
         self.inside = Server(self.clock, lambda: self.place)
 
     def needs(self, call: Call) -> list[Reference]:
+        if call.name == "write":
+            return list(call.given[2])
         return list(call.given[1][3]) if call.name in ("step", "reduce") else super().needs(call)
 
     def carry_out(self, call: Call) -> None:
@@ -514,7 +526,7 @@ class ServerProcess(Process):
         self.take(call, self.world.rng.uniform(0.02, 0.2) + longest)
 
     def timeout(self, call: Call) -> float | None:
-        return float(call.given[1][5]) if call.name in ("step", "reduce") else None
+        return float(call.given[1][4]) if call.name in ("step", "reduce") else None
 
     def run(self, call: Call) -> tuple[Any, Exception | None]:
         # Twice at one version, it would be the optimizer; set-up may have raised at this one.

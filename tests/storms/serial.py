@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
+
+from paceline.codecs.base import Codec
 from paceline.codes.blocks import decoded
 from paceline.core.journal import Entry, Header
 from paceline.core.ledger import MAX_ATTEMPTS, Ledger
@@ -49,11 +52,13 @@ def serial(
     seed: int,
     exact: bool = True,
     tiles: Partition | None = None,
+    down: Codec | None = None,
 ) -> History:
     """Take the steps of a journal again.
 
     server: as it was when the journal began.
     exact: whether to compute; else it is about samples alone.
+    down: the codec of models, if it is elementwise.
     """
     books = Ledger(header.batch)
     if header.state is not None:
@@ -92,7 +97,7 @@ def serial(
                     if exact:
                         vectors = [
                             replica.compute(
-                                [history.models[task.version]], task, _until(samples)
+                                [_sent(history.models[task.version], down)], task, _until(samples)
                             ).vector
                             for task, samples in results
                         ]
@@ -107,6 +112,14 @@ def serial(
     open_tasks = [*running.values(), *lost.values(), *(task for task, _ in held.values())]
     history.pending = _places(open_tasks)
     return history
+
+
+def _sent(model: Array, down: Codec | None) -> Array:
+    """Return a model as workers get it."""
+    if down is None:
+        return model
+    sent = down.decode(down.encode(torch.from_numpy(model), 0), model.size)
+    return sent.numpy().astype(model.dtype)
 
 
 def _until(samples: int) -> Any:

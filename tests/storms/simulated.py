@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
-from paceline.engines.ray.pool import Cluster
+from paceline.engines.ray.pool import Cluster, Member, Pool
 from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.transport.calls import Stores, Transport
 from paceline.engines.ray.worker import Worker
 from tests.storms.processes import (
     Process,
@@ -54,6 +55,9 @@ class SimulatedCluster(Cluster):
             return WorkerProcess(self._world, name, nodes[int(name[1:]) % len(nodes)])
 
         return make
+
+    def transport(self, direct: bool) -> Transport:
+        return SimulatedDirect() if direct else Stores()
 
     def make_servers(self, placement: Placement) -> Callable[[str], Any]:
         def make(name: str) -> ServerProcess:
@@ -113,6 +117,26 @@ class SimulatedCluster(Cluster):
         pass
 
 
+class SimulatedDirect(Stores):
+    """Results are lost with the process of their worker."""
+
+    direct = True
+
+    def call(
+        self,
+        member: Member,
+        version: int,
+        to: Sequence[Member],
+        method: str,
+        count: int,
+        *given: Any,
+    ) -> tuple[Any, list[Any]]:
+        first, rest = super().call(member, version, to, method, count, *given)
+        for reference in rest if method == "compute_slices" else ():
+            reference.holder = member.actor
+        return first, rest
+
+
 class SimulatedRay(Ray):
     """`Ray` on a simulated cluster; by default the model is in the driver."""
 
@@ -122,3 +146,6 @@ class SimulatedRay(Ray):
 
     def _make_cluster(self) -> Cluster:
         return SimulatedCluster(self.world)
+
+    def _is_direct(self, pool: Pool) -> bool:
+        return self.world.direct

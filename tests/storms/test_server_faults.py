@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ import pytest
 import ray
 
 import paceline as pl
+from paceline.codecs.base import Codec
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute
+from tests.storms.cases import Case
 from tests.storms.planted import SERVER_BUGS, found, planted
-from tests.storms.processes import ServerProcess, WorkerProcess
+from tests.storms.processes import Reference, ServerProcess, WorkerProcess
 from tests.storms.rolling import Rolling, RollingServer
 from tests.storms.serial import serial
-from tests.storms.simulated import SimulatedRay
+from tests.storms.simulated import SimulatedDirect, SimulatedRay
 from tests.storms.storm import play
 from tests.storms.weather import Weather, World
 
@@ -41,12 +44,16 @@ def train(
     steps: int,
     actions: dict[int, Callable[[], None]] | None = None,
     learner: Rolling = LEARNER,
+    down: Codec | None = None,
 ) -> pl.Run:
     """Train, and check that the journal leads to the same model."""
     engine.world.most = 60_000
     watch = [AtSteps(actions or {})]
-    run = pl.Trainer(learner, pl.sync(), engine, callbacks=watch, progress=False).fit(steps=steps)
-    done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+    run = pl.Trainer(
+        learner, pl.sync(), engine, callbacks=watch, progress=False, model_codec=down
+    ).fit(steps=steps)
+    entries = list(run.journal)
+    done = serial(run.journal.header, entries, learner, learner.server(), seed=0, down=down)
     assert run.steps == steps and np.array_equal(done.models[steps], run.model)
     return run
 
@@ -236,6 +243,47 @@ def test_two_machines_that_cannot_reach_each_other_are_named(step: int | None) -
     assert world.now < 120
 
 
+# --- models that travel rounded ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("totals", [False, True])
+def test_a_rounded_model_has_the_same_bits_after_a_lost_server_and_a_lost_node(
+    direct: bool, totals: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers have rounded values only, and the next server must not start from these."""
+    learner = Rolling((1.0, 0.3, 0.1, 0.5), noise=0.1, lr=0.04, batch_size=12, totals=totals)
+    for seed in range(6):
+        world = World(seed, Weather(late=0.3), 4, 20.0, nodes=4, direct=direct)
+        engine = SimulatedRay(4, world, servers=4, start_timeout=5.0, respawns=1000)
+
+        def kill(name: str, world: World = world) -> None:
+            next(a for a in world.actors if a.name == name and a.alive).die()
+
+        def lose(node: str, world: World = world, wait: float = 0.05 * seed) -> None:
+            world.after(wait, partial(world.lose_node, node))  # in the middle of a step
+
+        actions: dict[int, Callable[[], None]] = {
+            8: partial(kill, "s1"),
+            16: partial(lose, "n2"),
+            30: partial(kill, "s3"),
+        }
+        caplog.clear()
+        train(engine, 40, actions, learner, down=pl.codecs.BFloat16())
+        assert "server s2 starts from version" in caplog.text
+
+
+def test_rounded_models_hold_in_storms(tmp_path: Path) -> None:
+    faults = Counter[str]()
+    for seed in range(8):
+        policy = (pl.sync(), pl.k_sync(3), pl.k_async(2), pl.asynchronous(2))[seed % 4]
+        needs, staleness = (3, 0.0) if seed % 4 == 1 else (1, inf if seed % 4 > 1 else 0.0)
+        codec = pl.codecs.BFloat16()
+        case = Case("rounded", policy, 5, needs, staleness, down=codec, servers=3, nodes=3)
+        faults += play(seed, tmp_path / str(seed), case).faults
+    assert faults.total() > 40
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -255,3 +303,34 @@ def test_the_slices_of_a_model_are_freed_with_the_run() -> None:
         assert [machine() for machine in machines] == [None]
     finally:
         gc.enable()
+
+
+# --- direct transport: results are in the process of their worker ---------------------------------
+
+
+def test_a_result_that_is_lost_with_its_worker_is_computed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(2, Weather(crash=0.05), 4, 20.0, nodes=4, direct=True)
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0, respawns=1000)
+    train(engine, 200)
+    assert world.faults["crash"] > 20 and "is computed again" in caplog.text
+
+
+def test_slices_go_by_the_stores_if_a_worker_cannot_reach_a_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(2, Weather(), 3, 20.0, nodes=3, direct=True)
+
+    def unreachable(self: Any, workers: Any, servers: Any) -> list[Reference]:
+        answers = [Reference(world), Reference(world)]
+        for answer, reason in zip(answers, (None, "10.0.0.1 cannot reach 10.0.0.2"), strict=True):
+            answer.answer(reason)
+        return answers
+
+    monkeypatch.setattr(SimulatedDirect, "unreachable", unreachable)
+    engine = SimulatedRay(3, world, servers=3, start_timeout=5.0)
+    transports = []
+    train(engine, 5, {3: lambda: transports.append(engine._open.reducer._processes.transport)})  # type: ignore[union-attr]
+    assert not transports[0].direct and transports[0].__class__.__name__ == "Stores"
+    assert "10.0.0.1 cannot reach 10.0.0.2; open all ports" in caplog.text

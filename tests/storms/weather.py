@@ -107,8 +107,15 @@ class World:
     """Virtual time, the processes in it, and the faults that befall them."""
 
     def __init__(
-        self, seed: int, weather: Weather, size: int, timeout: float, nodes: int = 1
+        self,
+        seed: int,
+        weather: Weather,
+        size: int,
+        timeout: float,
+        nodes: int = 1,
+        direct: bool = False,
     ) -> None:
+        self.direct = direct  # whether results are lost with their worker's process
         self.rng = random.Random(seed)
         self.weather, self.timeout = weather, timeout
         self.now = 0.0

@@ -94,6 +94,19 @@ def test_the_landing_page_has_the_example_of_the_readme() -> None:
     assert snippets(DOCS / "index.md") == snippets(ROOT / "README.md")
 
 
+def test_the_diff_of_the_readme_leads_from_one_script_of_the_ddp_page_to_the_other() -> None:
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    before, after = (
+        [line.partition("  # changed")[0] for line in snippet.splitlines()]
+        for snippet in snippets(DOCS / "ddp.md")[:2]
+    )
+    lines = diff.splitlines()
+    shown = {sign: [line[1:] for line in lines if line[0] in (" ", sign)] for sign in "-+"}
+    for script, part in ((before, shown["-"]), (after, shown["+"])):
+        start = script.index(part[0])
+        assert script[start : start + len(part)] == part
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_page_about_a_question_says_first_when_it_pays(name: str) -> None:
     opening = (DOCS / f"{name}.md").read_text().partition("\n## ")[0]

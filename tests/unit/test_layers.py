@@ -62,7 +62,7 @@ PACKAGES: dict[str, set[str]] = {
 ONLY_IN = {
     "torch": {
         f"learners/{name}.py"
-        for name in (*("torch", "flat", "optimize", "transforms", "optimizer_recipe"),)
+        for name in ("torch", "flat", "early", "optimize", "transforms", "optimizer_recipe")
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {f"integrations/{name}.py" for name in ("configured", "lightning", "trackers/tensorboard")}
@@ -76,7 +76,8 @@ ONLY_IN = {
         for folder in ("engines/ray", "engines/ray/cluster", "gossip/ray")
         for path in (ROOT / folder).glob("*.py")
     }
-    | {f"engines/ray/servers/{name}.py" for name in ("reducer", "server", "shell")}
+    | {f"engines/ray/servers/{name}.py" for name in ("reducer", "server", "shell", "writer")}
+    | {f"engines/ray/transport/{name}.py" for name in ("holder", "inbox", "incoming")}
     | {"integrations/trackers/prometheus.py"},
     "wandb": {"integrations/trackers/wandb.py"},
     "mlflow": {"integrations/trackers/mlflow.py"},
@@ -149,7 +150,7 @@ def test_the_recovery_machine_needs_no_ray_and_no_clock() -> None:
     code = "import sys, paceline.engines.ray.servers.machine; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     folder = ROOT / "engines/ray/servers"
-    makes_calls = {"reducer.py", "server.py", "shell.py", "transfers.py"}
+    makes_calls = {"reducer.py", "server.py", "shell.py", "transfers.py", "writer.py"}
     pure = [path for path in folder.glob("*.py") if path.name not in makes_calls]
     assert {"machine.py", "recovery.py", "steps.py"} <= {path.name for path in pure}
     for path in pure:

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from paceline import __version__
 from paceline.cli.doctor import doctor
 from paceline.cli.environment import environment
 from paceline.cli.export import export
 from paceline.cli.journals import compare, report
+from paceline.cli.new import new
 from paceline.cli.plan import plan, simulate
 from paceline.cli.profile import profile
 from paceline.cli.replay import replay
@@ -47,7 +47,7 @@ def _told(error: Exception) -> str:
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="paceline")
+@click.version_option(package_name="paceline", prog_name="paceline")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def app(debug: bool) -> None:
     """Train one model on unequal, unreliable, far-apart machines.
@@ -57,7 +57,10 @@ def app(debug: bool) -> None:
     """
 
 
-_ORDER = train, profile, plan, simulate, replay, report, compare, export, doctor, environment
+_ORDER = (
+    *(new, train, profile, plan, simulate, replay, report, compare, export),
+    *(doctor, environment),
+)
 for command in _ORDER:
     app.add_command(command)
 

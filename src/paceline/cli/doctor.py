@@ -17,6 +17,7 @@ from typing import Any, Literal
 import click
 
 from paceline.cli.show import json_option, patience, print_json, table
+from paceline.core.extras import INSTALL_RAY, MissingRay
 
 RAY = (2, 59)
 """The oldest supported version of Ray, see pyproject.toml."""
@@ -83,9 +84,13 @@ def host() -> dict[str, Any]:
     """Return data about this machine; without Ray, only the version of Python."""
     try:
         from paceline.engines.ray.cluster.checkup import host as known
+    except MissingRay as error:
+        missing = error.reason
     except ImportError as error:
-        return {"missing": str(error), "versions": {"python": platform.python_version()}}
-    return known()
+        missing = f"Ray cannot be imported: {error}"
+    else:
+        return known()
+    return {"missing": missing, "versions": {"python": platform.python_version()}}
 
 
 def ask(address: str | None, workers: int | None, timeout: float) -> dict[str, Any]:
@@ -128,8 +133,7 @@ def of_host(mine: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the findings on this machine."""
     there = mine["versions"]
     if "missing" in mine or "ray" not in there:
-        why = mine.get("missing", "it is not installed")
-        yield Finding("error", f"Ray cannot be used: {why}", 'pip install "ray[default]"')
+        yield Finding("error", mine.get("missing", "Ray is not installed"), INSTALL_RAY)
         return
     told = ", ".join(f"{name} {version}" for name, version in there.items())
     if _release(there["ray"]) < RAY:

@@ -52,14 +52,20 @@ def _given(value: str | None, outer: Collection[str]) -> Any:
 def parse(text: str, outer: Collection[str] = POLICIES) -> Any:
     """Build the object that a text describes: calls of known names with literal arguments.
 
+    A placement may follow a policy, as in the tables of a plan.
     outer: the names that the text may begin with.
 
     >>> parse("k_sync(6)").k
     6
+    >>> parse("sync(), placement=BySpeed()").placement.smoothing
+    0.3
     >>> parse("k_sync(2 ** 9)")
     Traceback (most recent call last):
     ValueError: '2 ** 9' in 'k_sync(2 ** 9)': use numbers, strings, lists, and calls of known names
     """
+    policy, comma, placement = text.rpartition(", placement=")
+    if comma and not policy.count("(") > policy.count(")"):  # after the policy, not inside it
+        return parse(policy, outer).placed(_build(parsed(placement), text))
     node = parsed(text)
     if isinstance(node, ast.Name) and node.id in outer:
         raise ValueError(f"{text!r} lacks its arguments; write {node.id}(…), or {node.id}()")

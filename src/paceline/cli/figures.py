@@ -21,7 +21,7 @@ def figures(meter: Meter, header: Header, reason: str) -> dict[str, Any]:
     samples = sum(columns["samples"])
     losses = [loss for loss in columns["loss"] if not isnan(loss)]
     return {
-        "policy": policy_of(header),
+        "policy": header.written,
         "steps": steps,
         "seconds": seconds,
         "first_loss": losses[0] if losses else None,
@@ -44,11 +44,6 @@ def figures(meter: Meter, header: Header, reason: str) -> dict[str, Any]:
         "dollars": meter.dollars if meter.priced else None,
         "ended": reason,
     }
-
-
-def policy_of(header: Header) -> str:
-    """Return the policy as its user gave it, if the journal says so."""
-    return str((header.about or {}).get("policy", header.policy))
 
 
 def compared(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> str:

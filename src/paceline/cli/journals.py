@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.figures import compared, figures, policy_of
+from paceline.cli.figures import compared, figures
 from paceline.cli.show import json_option, patience, print_json, say, spare_journal
 
 if TYPE_CHECKING:
@@ -37,18 +37,21 @@ def report(journals: Sequence[Path], output: Path | None, as_json: bool) -> None
     if output is not None:
         spare_journal(output)
     names = [str(path) for path in journals]
-    told = f"reading {names[0]}" if len(names) == 1 else f"reading {len(names)} journals"
-    with patience(told, _size(journals)) as part:
+    what = f"reading {names[0]}" if len(names) == 1 else f"reading {len(names)} journals"
+    with patience(what, _size(journals)) as part:
         record = read_record(journals, part.to)
+        told = "" if len(journals) > 1 else _advice(journals[0], record)
         if output is not None:
             from paceline.report.html.page import write_page
 
-            write_page(output, record, names)
+            write_page(output, record, names, advice=told)
     if as_json:
         which = {"journal": names[0]} if len(names) == 1 else {"journals": names}
         print_json({**which, **figures(record.meter, record.header, record.reason)})
     else:
         click.echo(as_text(record))
+        if told:
+            click.echo(f"  instead   {told}")
     if output is not None:
         say(f"wrote {output}")
 
@@ -80,7 +83,7 @@ def as_text(record: Record) -> str:
 
     header, about = record.header, record.header.about or {}
     engine = shortened(str(about.get("engine", "an unknown engine")))
-    lines = [f"{policy_of(header)} on {engine}"]
+    lines = [f"{header.written} on {engine}"]
     nodes = len(record.headers) if record.is_decentralized else None
     lines.append(summary(record.meter, record.reason, header.batch, nodes))
     if more := record.metrics.lines():
@@ -88,6 +91,20 @@ def as_text(record: Record) -> str:
     if (forecast := about.get("forecast")) is not None:
         lines.append(forecast_line(forecast, record.meter))
     return "\n".join(lines)
+
+
+def _advice(path: Path, record: Record) -> str:
+    """Return what would have been faster; an empty text if it cannot be told."""
+    from paceline.core.journal import Journal
+    from paceline.planner.advice import EVENTS, advice
+    from paceline.report.html.sentences import duration
+
+    if record.is_decentralized:
+        return ""
+    found = advice(
+        Journal.load(path, most=EVENTS), duration(record.meter), len(record.meter.columns["step"])
+    )
+    return "" if found is None else str(found)
 
 
 def _size(paths: Sequence[Path]) -> int:

@@ -96,8 +96,8 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Forecast a run with one policy on FLEET, a file that `paceline profile` wrote."""
-    from paceline.core.state import describe
     from paceline.planner.forecast.forecast import forecast
+    from paceline.policies.named import written
 
     profile = load_fleet(fleet)
     with patience("simulating", 1.0) as part:
@@ -111,10 +111,10 @@ def simulate(
             on_progress=part.to,
         )
     if as_json:
-        print_json({"policy": describe(policy), **found.about(), "notes": profile.notes})
+        print_json({"policy": written(policy), **found.about(), "notes": profile.notes})
         return
     until = "" if found.unknown else f" to a loss of {target:g}"
-    click.echo(f"{describe(policy)}{until}: {found}")
+    click.echo(f"{written(policy)}{until}: {found}")
     for note in profile.notes:
         click.echo(f"note: {note}")
 

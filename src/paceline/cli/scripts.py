@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import click
 
 from paceline.cli.figures import figures
+from paceline.core.extras import MissingRay
 from paceline.training.observers import Observer, Setup, observing
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def run_script(script: Path, args: Sequence[str]) -> None:
     sys.argv, sys.path[0] = [str(script), *args], str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except MissingRay:
+        raise  # its sentence says it all
     except Exception as error:
         debug = click.get_current_context().find_root().params.get("debug")
         shown = error if debug else error.with_traceback(_from_script(error, script))

@@ -1,8 +1,8 @@
 """The codec protocol: a codec writes a vector as a message, and reads the message as a vector.
 
 Vectors are flat tensors of float32 or float64 on any device, and the parts of a message are flat
-tensors in the types that travel. A key, a whole number from 0 to 2^63 - 1, seeds all randomness:
-equal vectors with equal keys give equal messages, on the same kind of device.
+tensors in the types that travel. A key, a whole number from 0 to 2^63 - 1, seeds all randomness.
+Equal vectors with equal keys give equal messages, on the same kind of device.
 """
 
 from __future__ import annotations
@@ -104,6 +104,19 @@ class TwoEnded(Codec, Protocol):
 
 
 @runtime_checkable
+class Elementwise(Codec, Protocol):
+    """A codec that rounds each number by itself.
+
+    A message is a function of the values alone, and decodes to these values up to rounding. So a
+    vector gives the same numbers however it is cut into slices.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which each number travels."""
+
+
+@runtime_checkable
 class Valued(Codec, Protocol):
     """A codec whose messages begin with all their floating-point numbers, for others to encode."""
 
@@ -191,7 +204,7 @@ def header_length(parts: int) -> int:
 
 
 def pack(message: Message) -> Bytes:
-    """Return a message as one flat array that describes itself."""
+    """Return a message as one flat, read-only array that describes itself."""
     table = b"".join(_PART.pack(_CODES[part.dtype], part.numel()) for part in message.parts)
     at = header_length(len(message.parts))
     table = table.ljust(at - _FIXED.size, b"\0")
@@ -205,6 +218,7 @@ def pack(message: Message) -> Bytes:
         raw = part.detach().contiguous().view(torch.uint8).cpu().numpy()
         packed[at : at + raw.size] = raw
         at += raw.size
+    packed.flags.writeable = False  # so that no holder needs a copy of its own
     return packed
 
 

@@ -24,7 +24,7 @@ class Feedback:
     """Sends C(p) with p = g + e / rate and remembers e = rate (p - D(C(p))).
 
     At a constant rate this is the rule of Stich, Cordonnier and Jaggi 2018 (arXiv 1809.07599) and
-    Karimireddy et al. 2019 (arXiv 1901.09847): for a single worker x - e is, at all times, where
+    Karimireddy et al. 2019 (arXiv 1901.09847). For a single worker x - e is, at all times, where
     plain SGD with the same gradients would be. The codec's error must be smaller than the vector.
     With a scaled RandomK it is larger, so that codec is refused.
     refunds: whether a message that no step used goes back into the memory. A result too old for a
@@ -99,10 +99,11 @@ class DeepGradient:
 
     Deep Gradient Compression (Lin et al. 2017, arXiv 1712.01887). The step that takes the messages
     has no momentum of its own. Where v was sent, u is zeroed as well (factor masking), except if
-    the message holds all numbers: then no number is late, and this is SGD with momentum. v is in
-    units of the model, rate times u. `clip` bounds the norm of each worker's gradient; for a bound
-    c on the sum of N workers, use c / sqrt(N). The first messages send the fractions of `warmup`
-    in place of `fraction`, each for `stage` messages. A refund adds to v; u stays unchanged.
+    the message holds all numbers. Then no number is late, and this is SGD with momentum. The unit
+    of v is that of the model, rate times u. `clip` bounds the norm of each worker's gradient; for a
+    bound c on the sum of N workers, use c / sqrt(N). The first messages send the fractions of
+    `warmup` in place of `fraction`, each for `stage` messages. A refund adds to v; u stays
+    unchanged.
     """
 
     fraction: float

@@ -30,9 +30,9 @@ class Lazy:
     """Sends C(g - ĝ) when the trigger fires; the server uses ĝ in place of g at all times.
 
     With `Lag` these are lazily aggregated gradients, LAG-WK (Chen, Giannakis, Sun and Yin, 2018,
-    arXiv 1805.09965); with `Always` and a codec such as TopK it is EF21 (Richtárik, Sokolov and
+    arXiv 1805.09965). With `Always` and a codec such as TopK it is EF21 (Richtárik, Sokolov and
     Fatkhullin, 2021, arXiv 2106.05203). Steps here use the mean of the results, and not their sum
-    as in the paper on LAG: the rule of the paper is then `Lag(workers=1)`.
+    as in the paper on LAG. The rule of the paper is then `Lag(workers=1)`.
 
     trigger: each worker has its own copy, which gets the statistics of each tensor.
     codec: encodes the difference; None: the tensors themselves are sent, unencoded.

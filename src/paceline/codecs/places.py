@@ -3,7 +3,7 @@
 For k places among n, in ascending order, the shortest of these forms is sent; its type names it:
 
 - nothing (uint8, empty), if all n places are sent;
-- uint8 or uint16: the gaps between places, that is how many are skipped before each; the largest
+- uint8 or uint16: the gaps between places, that is how many are skipped before each. The largest
   number of the type skips that many and names no place, so that every gap can be written;
 - int8: one bit for each of the n places, the lowest bit first;
 - int32, or int64 where n exceeds 2^31: the places themselves.

@@ -6,14 +6,15 @@
 | `Sign` | n/8 bytes, and a scale for each block in the vector's type |
 | `Half`, `BFloat16` | 2 n bytes, read as float32 |
 
-An infinity or NaN makes its whole block decode to infinities or NaN (in `Half` and `BFloat16`: the
-number alone), so that the fault stays visible after decoding.
+An infinity or NaN makes its whole block decode to infinities or NaN. In `Half` and `BFloat16` it
+affects the number alone. So the fault stays visible after decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -100,28 +101,28 @@ class _Cast:
 
     def encode(self, vector: Tensor, key: int) -> Message:
         vector = checked(vector)
-        dtype = self._dtype()
-        sent = vector.to(dtype)
-        largest = torch.finfo(dtype).max
-        low, high = map(float, vector.aminmax()) if vector.numel() else (0.0, 0.0)
-        if not (-largest <= low and high <= largest):
+        sent = vector.to(self.dtype)
+        low, high = map(float, sent.aminmax()) if sent.numel() else (0.0, 0.0)
+        if not (isfinite(low) and isfinite(high)):
             beyond = sent.isinf() & vector.isfinite()
-            sent = torch.where(beyond, vector.sign().to(dtype) * largest, sent)
+            largest = torch.finfo(self.dtype).max
+            sent = torch.where(beyond, vector.sign().to(self.dtype) * largest, sent)
         return Message((sent,))
 
     def decode(self, message: Message, size: int) -> Tensor:
         (sent,) = parts_of(message, 1, self)
-        if sent.dtype != self._dtype() or sent.numel() != size:
+        if sent.dtype != self.dtype or sent.numel() != size:
             raise ValueError(
                 f"{sent.numel()} numbers of {sent.dtype}, where {self} sends {size} of "
-                f"{self._dtype()}; decode with the size and the codec that encoded it"
+                f"{self.dtype}; decode with the size and the codec that encoded it"
             )
         return sent.to(torch.float32)
 
     def sender(self, size: int) -> Sender:
         return Stateless(self)
 
-    def _dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:
         raise NotImplementedError
 
 
@@ -129,7 +130,8 @@ class _Cast:
 class Half(_Cast):
     """Sends float16: 11 significant bits, from 6e-8 to 65,504."""
 
-    def _dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:
         return torch.float16
 
 
@@ -137,7 +139,8 @@ class Half(_Cast):
 class BFloat16(_Cast):
     """Sends bfloat16: 8 significant bits, with the range of float32."""
 
-    def _dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
 

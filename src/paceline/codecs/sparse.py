@@ -34,7 +34,7 @@ class TopK:
     """Sends the k = ceil(fraction n) numbers that are largest in absolute value, ties by place.
 
     `sizes` are those of the tensors that make up the vector. If given, the fraction is chosen from
-    each tensor separately, at least one number, as in Lin et al. 2017 (arXiv 1712.01887) and Ghosh
+    each tensor separately, at least one number. So do Lin et al. 2017 (arXiv 1712.01887) and Ghosh
     et al. 2021 (arXiv 2103.07454).
     """
 

@@ -50,8 +50,8 @@ class OnChange:
 
     The threshold is proportional to the learning rate: one that is not o(rate) stops or biases
     training. The squared thresholds of all tensors add up to that of the whole model. With one
-    tensor and growth = (1 - e) / 2 this is the rule |x - x̂|^2 >= c_t rate^2, c_t = c_0 t^(1 - e),
-    of SPARQ-SGD (Singh et al., 2019, arXiv 1910.14280), c_0 = scale^2 size.
+    tensor and growth = (1 - e) / 2 this is the rule of SPARQ-SGD (Singh et al., 2019, arXiv
+    1910.14280). That rule is |x - x̂|^2 >= c_t rate^2, c_t = c_0 t^(1 - e), c_0 = scale^2 size.
 
     every: the maximum of passes between two messages of a tensor, for peers that missed one.
     """

@@ -23,6 +23,7 @@ from paceline.codecs.base import (
     Message,
     Reader,
     Sender,
+    Stateless,
     TwoEnded,
     pack,
     unpack,
@@ -59,7 +60,6 @@ class Uplink:
         model: the model it was computed on; the caller must not change it afterwards.
         """
         self._cut(spans)
-        remembered = not isinstance(self._codec, TwoEnded)  # two-ended senders need no refund
         packed, messages = [], list[Message | None]()
         for (start, stop), sender in zip(self._spans, self._senders, strict=True):
             middle = max(min(stop, self._trained), start)
@@ -68,7 +68,7 @@ class Uplink:
             if sender is not None:
                 shown = None if model is None else view(model[start:middle])
                 message = sender.send(piece, task, rate, shown)
-            messages.append(message if remembered else None)
+            messages.append(message if self._refunds(sender) else None)
             parts = () if message is None else message.parts
             packed.append(pack(Message((*parts, tail), rate)))
         self._sent[task] = messages
@@ -82,6 +82,10 @@ class Uplink:
             for sender, message in zip(self._senders, self._sent.pop(task, ()), strict=False):
                 if sender is not None and message is not None:
                     sender.refund(message)
+
+    def _refunds(self, sender: Sender | None) -> bool:
+        """Return whether a sender may need a message again."""
+        return not isinstance(self._codec, TwoEnded) and not isinstance(sender, Stateless)
 
     def _cut(self, spans: Sequence[Span]) -> None:
         given = [(start, stop) for start, stop in spans]
@@ -157,15 +161,14 @@ class Receiver:
 
 
 def received(packed: Bytes, codec: Codec, span: Span, trained: int) -> NDArray[Any]:
-    """Return a slice of a result from its packed message."""
+    """Return a slice of a vector from its packed message, which it may be a view of."""
     start, stop = span
     middle = max(min(stop, trained), start)
     message, tail = _parted(packed, (middle, stop))
-    vector = torch.empty(stop - start, dtype=tail.dtype)
-    if middle > start:
-        vector[: middle - start] = codec.decode(message, middle - start)
-    vector[middle - start :] = tail
-    return vector.numpy()
+    if middle == start:
+        return tail.numpy()
+    vector = codec.decode(message, middle - start).to(tail.dtype)
+    return (torch.cat((vector, tail)) if tail.numel() else vector).numpy()
 
 
 def _parted(packed: Bytes, rest: Span) -> tuple[Message, Tensor]:

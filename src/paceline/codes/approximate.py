@@ -236,8 +236,8 @@ class _Covered:
 class Stochastic(_Rows):
     """Stochastic gradient coding: no decoder, each part is sent weighted by 1 / (d_j (1 - p)).
 
-    The sum is unbiased if each row is missing with probability p, for any d_j holders of part j
-    (after Bitar, Wootters and El Rouayheb, "Stochastic gradient coding", 2019).
+    The sum is unbiased if each row is missing with probability p, for any d_j holders of part j.
+    After Bitar, Wootters and El Rouayheb, "Stochastic gradient coding", 2019.
     """
 
     n: int

@@ -1,9 +1,9 @@
 """The gradient code protocol.
 
 Each of n workers computes the gradients g_j of some parts, and sends one message of 1/m of a
-gradient's length: a linear combination of the blocks of its gradients (`blocks.py`). Each block of
-the sum of all g_j is in turn a combination of messages (Kadhe, Koyluoglu and Ramchandran, 2020,
-arXiv 2005.07184).
+gradient's length. The message is a linear combination of the blocks of its gradients (`blocks.py`).
+Each block of the sum of all g_j is in turn a combination of messages (Kadhe, Koyluoglu and
+Ramchandran, 2020, arXiv 2005.07184).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages of 1/m of a vector: its m interleaved blocks, added up with a coefficient for each.
 
-Block u of a vector has the elements u, u + m, u + 2m, …, so that any slice of the vector needs one
-slice of the message: servers that own slices need not know about blocks.
+Block u of a vector has the elements u, u + m, u + 2m and so on. So any slice of the vector needs
+one slice of the message: servers that own slices need not know about blocks.
 Coefficients are float64. Messages keep the vectors' own type: each number is accumulated in
 float64 and rounded once.
 """

@@ -1,9 +1,9 @@
 """Exact codes for any placement of parts on workers, in dual form.
 
-With W = [N | Z] of n rows and s + m columns, the coefficients P_j of part j on its holders H_j
-solve P_j W[H_j] = [0 | I]. Then for any Y the weights Z + N Y give block u of the sum in column u.
-The decoder chooses Y so that the rows of missing workers vanish. This needs s x s systems instead
-of the (n-s) x (n-s) of the primal form. Holders may be any s + m workers or more.
+The matrix W = [N | Z] has n rows and s + m columns. The coefficients P_j of part j on its holders
+H_j solve P_j W[H_j] = [0 | I]. Then for any Y the weights Z + N Y give block u of the sum in column
+u. The decoder chooses Y so that the rows of missing workers vanish. This needs s x s systems
+instead of the (n-s) x (n-s) of the primal form. Holders may be any s + m workers or more.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Placed:
     stragglers: s.
     messages: m.
     seed: seed of the random W; None takes the best of up to 200 draws, fewer for large n.
-    frame: how N is made: a harmonic frame is good for up to some dozen rows; a Gaussian draw like
-        Z tolerates clusters of stragglers among many rows; None takes the better.
+    frame: how N is made. A harmonic frame is good for up to some dozen rows. A Gaussian draw like
+        Z tolerates clusters of stragglers among many rows. None takes the better.
     """
 
     n: int

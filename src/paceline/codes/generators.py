@@ -1,8 +1,8 @@
 """Real [d, m, s+1] codes for groups, each as its generator matrix of m rows and d columns.
 
-The quality of a generator is its worst condition number over all sets of columns that may remain:
-the factor by which the decoder may amplify the rounding of messages. It depends on (d, m) only,
-never on the number of workers.
+The quality of a generator is its worst condition number over all sets of columns that may remain.
+This is the factor by which the decoder may amplify the rounding of messages. It depends on (d, m)
+only, never on the number of workers.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def gaussian(d: int, m: int, seeds: Iterable[int] = range(_DRAWS)) -> Matrix:
     """Return [d, m, d-m+1]: unit columns of a Gaussian draw, from the seed of best condition.
 
     Random Gaussian matrices are MDS codes with probability 1 (Kadhe, Koyluoglu and Ramchandran,
-    2020, arXiv 2005.07184), but a first draw may be a hundred times worse than a good one.
+    2020, arXiv 2005.07184). But a first draw may be a hundred times worse than a good one.
     """
     return _screened(d, m, (_unit(d, m, seed) for seed in seeds))
 

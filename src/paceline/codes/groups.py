@@ -2,7 +2,7 @@
 
 Every worker of a group computes all parts of the group and adds them up to S. With its column t of
 the generator G it sends the sum over u of G[u, t] * block u of S. A [d, m, s+1] code keeps rank m
-when any s columns are missing: the length is the load, the dimension shortens messages, and the
+when any s columns are missing. The length is the load, the dimension shortens messages, and the
 distance tolerates stragglers (Kadhe, Koyluoglu and Ramchandran, 2020, arXiv 2005.07184).
 """
 

@@ -48,6 +48,12 @@ class Header:
     peer: Peer | None = None  # the node of a decentralized run
 
     @property
+    def written(self) -> str:
+        """The policy as its user wrote it, if the journal says so."""
+        about = self.about or {}
+        return str(about.get("written") or about.get("policy", self.policy))
+
+    @property
     def version(self) -> int:
         """The model version that the journal starts from."""
         return 0 if self.state is None else int(self.state["ledger"]["state"]["version"])
@@ -115,13 +121,19 @@ class Journal:
         copy.close()
 
     @classmethod
-    def load(cls, path: Path | str, on_progress: Callable[[float], None] | None = None) -> Journal:
+    def load(
+        cls,
+        path: Path | str,
+        on_progress: Callable[[float], None] | None = None,
+        most: int | None = None,
+    ) -> Journal:
         """Read a file into memory; skip an incomplete last line, which a crash may leave.
 
         on_progress: called from time to time with the bytes read so far.
+        most: the number of entries to read; None: all.
         """
         journal = cls(read_header(path))
-        for entry in read_entries(path, on_progress):
+        for entry in islice(read_entries(path, on_progress), most):
             journal.append(entry)
         return journal
 

@@ -180,24 +180,28 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def describe(thing: Any) -> str:
-    """Return a recipe as its user would write it, without defaults and with functions by name.
+def describe(thing: Any, known: Callable[[Any], str | None] = lambda thing: None) -> str:
+    """Return a recipe as Python code, without defaults and with functions by name.
+
+    known: returns the text of an object that has a shorter one, else None.
 
     >>> describe(protocol.Work(samples=8))
     'Work(samples=8)'
     """
+    if (text := known(thing)) is not None:
+        return text
     if isinstance(thing, FUNCTIONS):
         return thing.__name__
     if isinstance(thing, partial):
-        given = [*map(describe, thing.args)]
-        given += [f"{name}={describe(value)}" for name, value in thing.keywords.items()]
+        given = [describe(value, known) for value in thing.args]
+        given += [f"{name}={describe(value, known)}" for name, value in thing.keywords.items()]
         return f"partial({', '.join([describe(thing.func), *given])})"
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
         # Python's default repr contains an address, which differs in each process.
         plain = type(thing).__repr__ is not object.__repr__
         return repr(thing) if plain else f"{type(thing).__name__}()"
     given = [
-        f"{f.name}={describe(value)}"
+        f"{f.name}={describe(value, known)}"
         for f in dataclasses.fields(thing)
         if f.init and (value := getattr(thing, f.name)) != f.default
     ]

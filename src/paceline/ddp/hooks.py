@@ -154,7 +154,7 @@ class CodecHook(_Hook):
         hook = CodecHook(Feedback(TopK(0.01)), rate=optimizer).register(model)
 
     Each parameter is encoded by itself: `TopK(0.01)` sends 1 % of each tensor. With `Feedback` this
-    is Top-K with error feedback (Stich et al. 2018, arXiv 1809.07599), with `DeepGradient` it is
+    is Top-K with error feedback (Stich et al. 2018, arXiv 1809.07599). With `DeepGradient` it is
     Deep Gradient Compression, for an optimizer without momentum. `codec` may also be a function of
     the shape: `lambda shape: Feedback(LowRank(2, (tuple(shape),)))`.
 
@@ -164,8 +164,8 @@ class CodecHook(_Hook):
         tensors with fewer than two dimensions: biases, normalization.
     seed: the seed of the codec's randomness; ranks, parameters and steps get different streams.
 
-    A gradient that is zero throughout is not sent and does not change the memory: DDP drops the
-    gradient of a parameter that no rank has used.
+    A gradient that is zero throughout is not sent and does not change the memory. The reason: DDP
+    drops the gradient of a parameter that no rank has used.
     """
 
     def __init__(

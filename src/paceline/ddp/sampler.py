@@ -1,9 +1,9 @@
 """A sampler that divides every global batch among the ranks of DDP by their speeds.
 
 A step of DistributedDataParallel takes as long as its slowest rank. The division does not change
-the gradient. DDP averages the gradients of n ranks: if rank r has b_r of the B samples and
-multiplies its mean loss by n b_r / B, the average is the gradient of the mean loss over the whole
-batch, up to rounding.
+the gradient. DDP averages the gradients of n ranks. Rank r has b_r of the B samples and multiplies
+its mean loss by n b_r / B. The average is then the gradient of the mean loss over the whole batch,
+up to rounding.
 
 A loader with workers draws batches from its sampler well before they are trained on. The ranks
 therefore exchange how far they have drawn, together with their speeds. New shares hold from the
@@ -70,7 +70,7 @@ class ProportionalSampler(Sampler[list[int]]):
     clipping after the backward pass work too. Batch normalization takes its statistics per rank, as
     always under DDP, so there the result depends on the shares; `SyncBatchNorm` weights by samples.
     A loss that is a mean over something other than samples (tokens, unmasked pixels) is weighted
-    by samples here, which is not the mean over the batch.
+    by samples here. That is not the mean over the batch.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def fit_workers(
 ) -> dict[WorkerId, FitOfWorker]:
     """Fit a model to each worker, from one journal or from several of the same workers.
 
-    skip: tasks to leave out each time a worker has joined; None: those of the first three that
+    skip: tasks to leave out each time a worker has joined. None: those of the first three that
         took more than three times as long as any later one.
     blocking: whether cancelled work continues unseen and delays the next task, as it does on Ray
         without micro-batches. Tasks after a cancelled one are then left out, finished or not.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.protocol import Engine, Want, WorkerId
 from paceline.data.partition.base import Partition
@@ -31,6 +32,39 @@ class Job:
     codec: Codec | None = None  # encodes results
     model_codec: Codec | None = None  # encodes models
     skip_limit: int = 0  # results in a row, not finite, that end the run; 0: skip no result
+
+
+@dataclass(eq=False)
+class Writing:
+    """The files of one version of the model, each with a slice, while servers write them.
+
+    hashes: the SHA-256 of each file, by the name of the file, in the order of the slices.
+    data: the state of all slices that is in no array, once all files are written.
+    failure: why there will be no such files; empty while there may be.
+    """
+
+    version: int
+    folder: Path
+    hashes: dict[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] | None = None
+    failure: str = ""
+
+    @property
+    def under_way(self) -> bool:
+        return self.data is None and not self.failure
+
+
+class Writer(Protocol):
+    """Has the processes that keep the model write it, while they go on with the next steps."""
+
+    def begin(self, folder: Path, timeout: float) -> Writing:
+        """Begin to write the newest version into a folder; it may take `timeout` seconds."""
+
+    def wait(self, writing: Writing, timeout: float) -> None:
+        """Return when the files are written, cannot be, or the timeout in seconds has passed."""
+
+    def give_up(self, writing: Writing) -> None:
+        """Stop waiting for files; servers may still write them."""
 
 
 class TrainingEngine(Engine, Protocol):
@@ -60,6 +94,12 @@ class TrainingEngine(Engine, Protocol):
 
     def settle(self) -> None:
         """Bring the job's server to the newest version, wherever the engine keeps the model."""
+
+    def writer(self, folder: Path) -> Writer | None:
+        """Return how the processes that keep the model write it into folders within this one.
+
+        None: they cannot, so `settle` has to bring it here.
+        """
 
     def interrupt(self, reason: str) -> None:
         """Report `Interrupted` next. A signal handler may call it."""

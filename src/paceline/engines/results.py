@@ -17,7 +17,7 @@ from paceline.learners.base import Array, Server, mean_loss
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes, Codec
-    from paceline.codecs.downlink import Downlink
+    from paceline.codecs.downlink import Downlink, Values
     from paceline.codecs.uplink import Receiver
 
 
@@ -43,11 +43,12 @@ class Results:
         self.version = version
         self._held: dict[TaskId, tuple[Array | None, float | None]] = {}  # vector and loss
         self._receivers: dict[WorkerId, Receiver] = {}
-        self._downlink: Downlink | None = None
+        self._model_codec = model_codec
+        self._downlink: Downlink | Values | None = None
         if model_codec is not None:
-            from paceline.codecs.downlink import Downlink
+            from paceline.codecs.downlink import downlink
 
-            self._downlink = Downlink(model_codec, server.vector, server.layout.trained)
+            self._downlink = downlink(model_codec, server.vector, server.layout.trained)
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -105,10 +106,25 @@ class Results:
     # --- the model -------------------------------------------------------------------------------
 
     def publish(self) -> Array:
-        """Return the model as workers get it: the newest version, or the public copy of it."""
+        """Return the newest model as it is sent whole: as it is, as its message, or as the public
+        copy."""
         if self._downlink is None:
             return self._server.vector
         return self._downlink.publish(self.version, self._server.vector)
+
+    def opened(self, published: Array) -> Array:
+        """Return a published model as workers compute on it."""
+        if self._model_codec is None:
+            return published
+        from paceline.codecs.downlink import opened
+
+        layout = self._server.layout
+        return opened(published, self._model_codec, (0, layout.size), layout.trained)
+
+    @property
+    def whole_bytes(self) -> int | None:
+        """The bytes of a model that is sent whole, if they differ from those of the values."""
+        return None if self._downlink is None else self._downlink.whole_bytes
 
     def changes(self, known: int | None, version: int) -> list[Bytes] | None:
         """Return the messages from a known version to another; None: send the whole model."""

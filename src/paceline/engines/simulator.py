@@ -1,8 +1,8 @@
 """A discrete-event engine: real arithmetic, virtual time, the same bits for the same seed.
 
-A task takes the time of three parts: the model's download (latency + bytes / bandwidth), computing
-(a delay model, scaled by the amount of work), and the result's upload. A gradient is computed when
-it arrives, so a cancelled task costs nothing.
+A task takes the time of three parts: the model's download, computing, and the result's upload. The
+download takes latency + bytes / bandwidth. Computing follows a delay model, scaled by the amount of
+work. A gradient is computed when it arrives, so a cancelled task costs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,6 +165,7 @@ class Simulator:
         self._models: dict[int, Array] = {}
         self._users: dict[int, int] = {}  # tasks that use each kept model
         self._results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)
+        self._bytes = self._results.whole_bytes or self._bytes
         self._check = ResultCheck(job.server.layout.size, job.server.vector.dtype)
         self._senders: dict[TaskId, WorkerId] = {}  # the worker of each encoded result
         links = [self._link] if isinstance(self._link, Link) else self._link
@@ -171,6 +173,8 @@ class Simulator:
             name: _Worker(resolve(self._delays, name, i), links[i % len(links)])
             for i, name in enumerate(self.workers)
         }
+        if not self._arithmetic and (job.codec is not None or job.model_codec is not None):
+            raise ValueError("TimingOnly has no values to encode; give it message_bytes instead")
         if job.codec is not None:
             self._open_uplinks(job.codec)
         if saved is not None:
@@ -187,8 +191,6 @@ class Simulator:
         from paceline.codecs.base import TwoEnded
         from paceline.codecs.uplink import Uplink
 
-        if not self._arithmetic:
-            raise ValueError("TimingOnly has no results to encode; give it message_bytes instead")
         layout, dtype = self._job.server.layout, self._job.server.vector.dtype
         self._whole = [(0, layout.size)]
         self._uplink = partial(Uplink, codec, layout.trained, layout.tensors)
@@ -230,6 +232,9 @@ class Simulator:
 
     def settle(self) -> None:
         pass
+
+    def writer(self, folder: Path) -> None:
+        return None
 
     def interrupt(self, reason: str) -> None:
         self._interruption = Interrupted(reason)
@@ -429,7 +434,7 @@ class Simulator:
 
     def _keep_model(self, version: int) -> None:
         if version not in self._models:
-            self._models[version] = self._results.publish().copy()
+            self._models[version] = np.array(self._results.opened(self._results.publish()))
         self._users[version] = self._users.get(version, 0) + 1
 
     def _forget(self, task: Task) -> None:

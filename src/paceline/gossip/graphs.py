@@ -2,8 +2,8 @@
 
 Every node computes the graph for itself, so a graph is a pure function of its arguments. Weights
 are those of Metropolis and Hastings: symmetric, and adding up to 1 for every node (Xiao, Boyd and
-Kim, 2007). The larger the spectral gap, the faster updates spread: a ring of n has one of about
-13 / n^2, which is 1.3e-7 for 10,000 nodes; an exponential graph one of the order of 1 / log n.
+Kim, 2007). The larger the spectral gap, the faster updates spread. A ring of n has one of about
+13 / n^2, which is 1.3e-7 for 10,000 nodes. An exponential graph has one of the order of 1 / log n.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Graph:
         """Return the graph without some nodes, repaired where they were.
 
         Nodes are removed in the order of the graph, not in the order given. So nodes that learn of
-        deaths in different orders compute the same graph, if they start from the same first graph
-        and remove all dead nodes.
+        deaths in different orders compute the same graph. This holds if they start from the same
+        first graph and remove all dead nodes.
         """
         for node in gone:
             self._of(node)

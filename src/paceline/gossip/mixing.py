@@ -57,7 +57,7 @@ class Difference:
     copies are, except for changes while messages are in flight. A slow node does not hold its
     neighbors back, as it would if they added its difference at each of their steps. With x̂
     advanced by compressed changes this is CHOCO (Koloskova, Stich and Jaggi, 2019, arXiv
-    1902.00340), with a trigger SPARQ-SGD (Singh et al., 2019, arXiv 1910.14280).
+    1902.00340). With a trigger it is SPARQ-SGD (Singh et al., 2019, arXiv 1910.14280).
 
     gamma: below 1, and smaller where messages are rarer or coarser: every pass adds a difference
         again until the next update arrives.

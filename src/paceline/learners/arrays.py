@@ -21,6 +21,7 @@ from paceline.learners.base import (
     Direction,
     Layout,
     Outcome,
+    Places,
     Proceed,
     Recipe,
     Saved,
@@ -69,6 +70,9 @@ class ArrayServer(Steps):
 
     def export(self) -> dict[str, Array]:
         return {"x": self.vector.copy()}
+
+    def places(self) -> Places:
+        return Places({"x": (0, self.vector.shape)}, lambda tail: {})
 
     def save(self) -> Saved:
         return Saved({"values": self.vector, **self._direction.save()}, {})
@@ -301,6 +305,9 @@ class NoArithmetic:
 
     def export(self) -> dict[str, Array]:
         return {}
+
+    def places(self) -> None:
+        return None
 
     def save(self) -> Saved:
         return Saved({}, {})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import sqrt
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,25 @@ class Replica(Protocol):
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         """Compute a task on a model given as consecutive slices, which may still be arriving."""
+
+
+Final: TypeAlias = Callable[[Array, Span], None]
+"""Is told the vector of a result, and a part of it that will not change any more."""
+
+
+class Changed(Exception):
+    """A part of a vector changed after it had been reported as final."""
+
+
+@runtime_checkable
+class EarlyReplica(Replica, Protocol):
+    """A replica that can report parts of its vector while it still computes.
+
+    final: to be called with each of them; None: not wanted. `compute` raises `Changed` if one
+    was not final.
+    """
+
+    final: Final | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +125,22 @@ class Server(Shard, Protocol):
     def export(self) -> Mapping[str, Any]:
         """Return the model's tensors by their usual names: NumPy arrays, or torch tensors."""
 
+    def places(self) -> Places | None:
+        """Return where the tensors of `export` are; None if only `export` itself can tell."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tensors of an exported model are, so that it can be written from slices.
+
+    starts: the begin in the flat vector, and the shape, of tensors that have the vector's values.
+    rest: returns the other tensors, given the values behind the trained ones. Any thread may call
+        it.
+    """
+
+    starts: Mapping[str, tuple[int, tuple[int, ...]]]
+    rest: Callable[[Array], Mapping[str, Any]]
+
 
 class Steps:
     """Adds `step` to a server that holds the whole model."""
@@ -135,9 +170,15 @@ class Layout:
         return sum(self.tensors) if self.tensors else self.size
 
     def spans(self, count: int) -> list[Span]:
-        """Return the spans of `count` slices of nearly equal length."""
-        ends = [self.size * i // count for i in range(count + 1)]
-        return list(pairwise(ends))
+        """Return the spans of `count` slices: the first half as long as each of the others.
+
+        The gradients of the first layers come last, when the others are under way already. A step
+        then waits for the first slice to come and to go out again, so it is the shorter one.
+        """
+        first = max(self.size // (2 * count - 1), min(self.size // count, 1))  # empty if it must be
+        rest = self.size - first
+        ends = [first + rest * i // (count - 1) for i in range(count)] if count > 1 else [self.size]
+        return list(pairwise([0, *ends]))
 
     def pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
         """Yield the index of each trained tensor in a slice, with the span of its piece."""

@@ -13,12 +13,15 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.learners.base import Places
 
 Float32 = NDArray[np.float32]
 
@@ -60,7 +63,7 @@ class FlatModule:
             if place.buffer.is_meta:
                 zeros = torch.zeros_like(place.buffer, device=device)
                 _swap(place.buffer, zeros)
-        for parameter, (start, stop) in zip(self.parameters, self._spans(), strict=True):
+        for parameter, (start, stop) in zip(self.parameters, self.spans(), strict=True):
             view = self.values[start:stop].view(parameter.shape)
             if parameter.is_meta:
                 _swap(parameter, nn.Parameter(view))
@@ -92,7 +95,7 @@ class FlatModule:
         """Copy parameters and buffers from the module that this one was copied from."""
         trained = [p for p in module.parameters() if p.requires_grad]
         with torch.no_grad():
-            for tensor, (start, stop) in zip(trained, self._spans(), strict=True):
+            for tensor, (start, stop) in zip(trained, self.spans(), strict=True):
                 self.values[start:stop] = tensor.detach().reshape(-1)
         kept = {place.name for place in self._buffers}
         self._pull_buffers([place for place in _buffers(module) if place.name in kept])
@@ -106,11 +109,46 @@ class FlatModule:
         """Copy `values` into the module's buffers; parameters are views and need no copy."""
         for place, (start, stop) in self._buffer_spans():
             place.put_back()
-            values = self.values[start:stop].view_as(place.buffer)
-            if (wide := self._wide.get(place.name)) is not None:
-                place.buffer.copy_(torch.where(values == wide.float(), wide, values))
+            place.buffer.copy_(self._as_buffer(place, self.values[start:stop]))
+
+    def _as_buffer(self, place: _Place, flat: Tensor) -> Tensor:
+        """Return the values of a buffer as they come back from the flat vector."""
+        values = flat.view_as(place.buffer)
+        if (wide := self._wide.get(place.name)) is not None:
+            return torch.where(values == wide.float(), wide, values)
+        return values if place.buffer.is_floating_point() else values.round()
+
+    def places(self) -> Places | None:
+        """Return where the tensors of the `state_dict` are; None if a hook makes some of them."""
+        for place in self._buffers:
+            place.put_back()
+        flat = self.values.untyped_storage().data_ptr()
+        sent = {_memory(place.buffer): (place, span) for place, span in self._buffer_spans()}
+        kept = {_memory(tensor) for tensor in chain(*_tensors(self.module))}
+        starts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        buffers: dict[str, tuple[_Place, tuple[int, int]]] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in self.module.state_dict().items():
+            if not isinstance(tensor, Tensor) or not tensor.is_contiguous():
+                return None
+            if tensor.untyped_storage().data_ptr() == flat and tensor.dtype == self.values.dtype:
+                starts[name] = int(tensor.storage_offset()), tuple(tensor.shape)
+            elif (memory := _memory(tensor)) in sent:
+                buffers[name] = sent[memory]
+            elif memory in kept:
+                others[name] = tensor.detach()
             else:
-                place.buffer.copy_(values if place.buffer.is_floating_point() else values.round())
+                return None
+
+        def rest(tail: Float32) -> dict[str, Tensor]:
+            values, begin = as_tensor(tail), self.trainable
+            found = dict(others)
+            for name, (place, (start, stop)) in buffers.items():
+                made = self._as_buffer(place, values[start - begin : stop - begin])
+                found[name] = made.to(place.buffer.dtype)
+            return found
+
+        return Places(starts, rest)
 
     def load(self, slices: Iterable[Float32]) -> None:
         """Load a model as it is sent, slice by slice."""
@@ -150,7 +188,8 @@ class FlatModule:
             now = place.current().reshape(-1).float()
             self.grads[start:stop] = now - self.values[start:stop]
 
-    def _spans(self) -> Iterator[tuple[int, int]]:
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield where each trained parameter is in the vector."""
         start = 0
         for parameter in self.parameters:
             yield start, start + parameter.numel()
@@ -256,6 +295,15 @@ def _travelling(module: nn.Module, changing: Collection[str]) -> list[_Place]:
         or isinstance(place.owner, _NormBase)
         or place.name in changing
     ]
+
+
+def _tensors(module: nn.Module) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
+    return module.parameters(), module.buffers()
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common if they are the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:

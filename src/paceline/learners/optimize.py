@@ -16,7 +16,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.core.logs import logger_of
 from paceline.core.protocol import Want
 from paceline.core.state import decode, encode
-from paceline.learners.base import Array, Direction, Layout, Recipe, Saved, Span, Steps, Sums
+from paceline.learners.base import (
+    Array,
+    Direction,
+    Layout,
+    Places,
+    Recipe,
+    Saved,
+    Span,
+    Steps,
+    Sums,
+)
 from paceline.learners.flat import FlatModule, as_tensor, hollow
 from paceline.learners.transforms import Piece, Transform
 
@@ -361,6 +371,9 @@ class TorchServer(TorchShard, Steps):
             )
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
+    def places(self) -> Places | None:
+        return self._flat.places()
+
 
 @dataclass(frozen=True)
 class SliceRecipe:
@@ -399,7 +412,7 @@ def optimizer_of(
 ) -> Optimizer:
     """Make an optimizer of pieces, grouped as `make` groups the whole tensors.
 
-    `make` receives tensors of the true shapes without memory: groups often depend on shapes (no
+    `make` receives tensors of the true shapes without memory. Groups often depend on shapes (no
     weight decay for biases), and pieces do not have these shapes.
     """
     whole = [(name, nn.Parameter(torch.empty(s, device="meta"))) for name, s in shapes.items()]
@@ -438,8 +451,8 @@ def made_alike(
 def check_elementwise(make: MakeOptimizer, shapes: Shapes) -> None:
     """Raise ValueError if the optimizer's step on slices differs from that on whole tensors.
 
-    The test takes three steps on small tensors with as many dimensions as the true ones, once
-    whole and once with each tensor cut in two.
+    The test takes three steps on small tensors with as many dimensions as the true ones. It does
+    so once with whole tensors and once with each tensor cut in two.
     """
     small = {name: tuple(min(n, 3) for n in shape) for name, shape in shapes.items()}
     random = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
 `Trainer(robust=TrimmedMean(1))` replaces the mean by one of these rules. Of the k results of a
 step, `bad` ones may have any value. A policy that waits for the fastest k of n may always get the
-bad ones, so bounds are for k and not for n. If all workers are honest, the rules have a cost: they
+bad ones, so bounds are for k and not for n. If all workers are honest, the rules have a cost. They
 drop correct results, and with different data on each worker they treat unusual results as wrong.
 The rules protect the numbers, not the cluster; see docs/security.md.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.core.protocol import Stat, Want
-from paceline.learners.base import Array, Layout, Recipe, Saved, Server, Span, Sums
+from paceline.learners.base import Array, Layout, Places, Recipe, Saved, Server, Span, Sums
 
 _NAME = "robust.center"
 
@@ -80,9 +80,10 @@ class MultiKrum:
 
 @dataclass(frozen=True)
 class CenteredClip:
-    """Starts from the previous step and adds each result's difference, clipped to `radius`:
-    v <- v + sum of w_i (g_i - v) min(1, radius / |g_i - v|), `rounds` times (Karimireddy et al.
-    2021, arXiv 2012.10333).
+    """Starts from the previous step and adds each result's difference, clipped to `radius`.
+
+    The rule is v <- v + sum of w_i (g_i - v) min(1, radius / |g_i - v|), `rounds` times
+    (Karimireddy et al. 2021, arXiv 2012.10333).
 
     Its memory of the previous step keeps small errors from adding up over time. A bad result moves
     a step by at most rounds * w_i * radius. Choose a radius of a few times the distance between
@@ -174,6 +175,9 @@ class RobustServer:
 
     def export(self) -> Mapping[str, Any]:
         return self.plain.export()
+
+    def places(self) -> Places | None:
+        return self.plain.places()
 
     def save(self) -> Saved:
         saved = self.plain.save()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -23,7 +23,8 @@ from paceline.core.state import describe
 from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
-from paceline.learners.base import Array, Outcome, Proceed
+from paceline.learners.base import Array, Final, Outcome, Proceed
+from paceline.learners.early import EarlyGradients
 from paceline.learners.flat import FlatModule, flat_size, hollow, resident_digest
 from paceline.learners.optimize import (
     MakeOptimizer,
@@ -60,7 +61,7 @@ class TorchLearner:
     inner_scheduler, inner_transform: the same for the local steps, with `outer`. The schedule is at
         step `version * steps + step`, so a task gives the same result on every worker.
     outer_scheduler, outer_transform: the same for the steps of `outer`.
-    model: the module; or a function that makes it, called in each process with torch's seed 0, so
+    model: the module; or a function that makes it, called in each process with torch's seed 0. So
         no weights are sent to start a worker.
     micro_batch: the samples computed at a time; cancelled work can end between micro-batches.
     threads: the torch threads of each replica; results depend on it bit by bit, so it is fixed
@@ -68,13 +69,13 @@ class TorchLearner:
     device: "cpu", "cuda", or "auto", which is "cuda" in each worker that has a GPU.
     buffers: names of large persistent buffers that training changes; see below.
 
-    Persistent buffers (BatchNorm statistics) are part of the model: each worker starts from the
+    Persistent buffers (BatchNorm statistics) are part of the model. Each worker starts from the
     server's, and a step moves them by the weighted mean of the workers' changes. A buffer of more
     than 16,384 values, other than a normalization layer's, counts as a constant (a causal mask)
     and is not sent. If a task changes it, the task fails and names it for `buffers=`. Batch
-    statistics are those of one worker's share. torch, numpy and Python's `random` are seeded by
-    (seed, offset), so a task gives the same result on every worker. Training does not change the
-    given module.
+    statistics are those of one worker's share. The generators of torch, numpy and Python's `random`
+    are seeded by (seed, offset), so a task gives the same result on every worker. Training does not
+    change the given module.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -351,6 +352,8 @@ class TorchReplica:
         self._fetch = _fetcher(dataset, learner.collate)
         self._samples = Samples(len(dataset), seed, tiles)  # type: ignore[arg-type]
         self._ahead: Any = None  # the first samples, fetched while the model arrives
+        self.final: Final | None = None
+        self._early: EarlyGradients | None = None
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner, flat = self._learner, self._flat
@@ -362,7 +365,7 @@ class TorchReplica:
             self._read_ahead(chosen)
             flat.load(model)
             if learner.outer is None:
-                samples, loss = self._gradient(chosen, proceed)
+                samples, loss = self._gradient(chosen, proceed, self.final)
             else:
                 samples, loss = self._local_steps(task, proceed)
         if not samples:
@@ -414,7 +417,9 @@ class TorchReplica:
         ahead, self._ahead = self._ahead, None
         return _to(self._fetch(chosen) if ahead is None else ahead, self._learner.device)
 
-    def _gradient(self, chosen: NDArray[np.int64], proceed: Proceed) -> tuple[int, float]:
+    def _gradient(
+        self, chosen: NDArray[np.int64], proceed: Proceed, final: Final | None = None
+    ) -> tuple[int, float]:
         """Write the mean gradient to the flat buffer; return the samples used and their loss."""
         flat, learner = self._flat, self._learner
         flat.grads.zero_()
@@ -426,12 +431,21 @@ class TorchReplica:
             loss = learner.loss(flat.module, self._batch(piece))
             _check_loss(loss)
             share = len(piece) / samples
-            (loss if share == 1 else loss * share).backward()
+            with self._watched(final if done + len(piece) == samples else None):
+                (loss if share == 1 else loss * share).backward()
             total += loss.item() * len(piece)
             done += len(piece)
         if 0 < done < samples:
             flat.grads.mul_(samples / done)
         return done, total / max(done, 1)
+
+    def _watched(self, final: Final | None) -> AbstractContextManager[None]:
+        """Report which parts of the gradient are final, during its last backward pass."""
+        if final is None or self._flat.grads.device.type != "cpu":
+            return nullcontext()
+        if self._early is None:
+            self._early = EarlyGradients(self._flat)
+        return self._early.watching(final)
 
     def _local_steps(self, task: Task, proceed: Proceed) -> tuple[int, float]:
         flat, learner = self._flat, self._learner

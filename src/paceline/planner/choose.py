@@ -71,7 +71,7 @@ class Plan:
         lines = [
             f"to a loss of {self.target:g}, with the least "
             f"{'time' if self.goal == 'time' else self.goal}:",
-            f"{'':2} {'policy':{width}} {'rate':>8} {'seconds':>8} {'':17} {'dollars':>8} "
+            f"{'':2} {'policy':{width}} {'lr':>8} {'seconds':>8} {'':17} {'dollars':>8} "
             f"{'MB':>8} {'risk':>5}",
         ]
         for rank, (name, entry) in enumerate(zip(names, self.entries, strict=True), 1):

@@ -4,7 +4,7 @@ With n workers, of which m are the fastest, or the cheapest per sample if dollar
 
     sync()
     k_sync(k), bandit(k)                     k = n - 1, 3/4 n, 1/2 n
-    Gather(placement=BySpeed())
+    sync(), placement=BySpeed()
     sync() and BySpeed() among m             m = n - 1, 3/4 n, 1/2 n, 1/4 n, 1, and before a gap
     ata(n)
     rennala(B)                               B = 1/2 n, n, 2 n
@@ -39,6 +39,7 @@ from paceline.policies.named import (
     rennala,
     ringmaster,
     sync,
+    written,
 )
 from paceline.policies.placement.base import BySpeed
 from paceline.policies.wrappers import OnlyWorkers
@@ -59,6 +60,10 @@ class Candidate:
     policy: Policy
     codec: Codec | None = None
 
+    @classmethod
+    def of(cls, policy: Policy) -> Candidate:
+        return cls(written(policy), policy)
+
     def __str__(self) -> str:
         return self.text if self.codec is None else f"{self.text}, codec={describe(self.codec)}"
 
@@ -66,28 +71,25 @@ class Candidate:
 def candidates(profile: Profile, by_price: bool = False, seed: int = 0) -> list[Candidate]:
     """Return the grid for a profile."""
     n = profile.size
-    plain = Candidate("sync()", sync())
-    placed = Candidate("Gather(placement=BySpeed())", replace(sync(), placement=BySpeed()))
+    plain = Candidate.of(sync())
+    placed = Candidate.of(replace(sync(), placement=BySpeed()))
     found = [plain]
     subsets = list(_subsets(profile, by_price))
     if n > 1:
         fewer = _sizes(n - 1, n - 1, 3 * n // 4, n // 2)
-        found += [Candidate(f"k_sync({k})", k_sync(k)) for k in fewer]
+        found += [Candidate.of(k_sync(k)) for k in fewer]
         found += [Candidate(f"bandit({k})", bandit(k, seed=seed)) for k in fewer]
         found.append(placed)
     found += [_among(subset, plain) for subset in subsets]
     found += [_among(subset, placed) for subset in subsets if len(subset) > 1]
     if n > 1:
         found.append(Candidate(f"ata({n})", ata(n, seed=seed)))
-        found += [Candidate(f"rennala({b})", rennala(b)) for b in _sizes(2 * n, n // 2, n, 2 * n)]
-        found += [
-            Candidate(f"ringmaster({r})", ringmaster(r))
-            for r in _sizes(4 * n, n // 2, n, 2 * n, 4 * n)
-        ]
-        found.append(Candidate("asynchronous()", asynchronous()))
-        found += [Candidate(f"k_async({k})", k_async(k)) for k in _sizes(n, n // 4, n // 2)]
+        found += [Candidate.of(rennala(b)) for b in _sizes(2 * n, n // 2, n, 2 * n)]
+        found += [Candidate.of(ringmaster(r)) for r in _sizes(4 * n, n // 2, n, 2 * n, 4 * n)]
+        found.append(Candidate.of(asynchronous()))
+        found += [Candidate.of(k_async(k)) for k in _sizes(n, n // 4, n // 2)]
     for steps in (2, 4, 8, LOCAL) if profile.local_steps else ():
-        each = Candidate(f"local_sgd({steps})", local_sgd(steps))
+        each = Candidate.of(local_sgd(steps))
         found.append(each)
         found += [_among(subset, each) for subset in subsets if steps in (4, LOCAL)]
     if (coded := _coded(profile, seed)) is not None:
@@ -144,7 +146,9 @@ def _subsets(profile: Profile, by_price: bool) -> Iterator[tuple[WorkerId, ...]]
 def _among(workers: Sequence[WorkerId], each: Candidate) -> Candidate:
     named = ", ".join(repr(name) for name in workers[:NAMED])
     named += f", … {len(workers)} in all" if len(workers) > NAMED else ""
-    return Candidate(f"OnlyWorkers([{named}], {each.text})", OnlyWorkers(workers, each.policy))
+    policy, comma, placement = each.text.partition(", placement=")
+    text = f"OnlyWorkers([{named}], {policy}){comma}{placement}"
+    return Candidate(text, OnlyWorkers(workers, each.policy))
 
 
 def _coded(profile: Profile, seed: int) -> Candidate | None:

@@ -1,9 +1,9 @@
 """A plan by the cost per step, if the steps to a loss are unknown.
 
 The planner can forecast the number of steps only for SGD on a measured curvature. Without it,
-policies can still be compared if they need equally many steps: if every step averages the gradient
-of one whole batch at the newest model. Stale gradients, local steps and smaller batches change the
-number of steps, so policies that use them are left out.
+policies can still be compared if they need equally many steps. They do if every step averages the
+gradient of one whole batch at the newest model. Stale gradients, local steps and smaller batches
+change the number of steps, so policies that use them are left out.
 """
 
 from __future__ import annotations

@@ -203,10 +203,10 @@ class GrowWhenStationary(_Grows):
     restarts. Pflug (1990); for k as in Kas Hanna et al. (2020, arXiv 2002.11005).
 
     With a learning rate lr and a curvature h the product is negative with probability 1/2 +
-    asin(lr h / 2) / pi in one dimension, so `threshold` should be several times 1 / (lr h).
+    asin(lr h / 2) / pi in one dimension. So `threshold` should be several times 1 / (lr h).
     The counter has no lower bound: after a long decrease it needs as long an increase.
 
-    lag: the steps between the two factors. Under a staleness of d versions it must be d + 1: at
+    lag: the steps between the two factors. Under a staleness of d versions it must be d + 1. At
         every shorter lag the product stays positive in the stationary phase, and k never grows.
     """
 

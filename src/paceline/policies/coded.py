@@ -45,7 +45,7 @@ class Coded(Policy):
 
     code: a code with one row per worker; or a function that makes a code for a number of workers.
         The function makes a new code for the connected workers once a row had no worker for
-        `patience` steps, or when there are more workers than rows.
+        `patience` steps. It also does so when there are more workers than rows.
     wait: results after which an approximate code decodes; an exact code needs no such number.
     verify: extra results beyond those that suffice to decode. With 1, a wrong gradient of a worker
         is detected and the step fails. With 2, the wrong result is identified and left out, and
@@ -336,9 +336,9 @@ def code_for(n: int, stragglers: int, messages: int) -> Code:
 def coded(stragglers: int = 1, messages: int = 1, verify: int = 0) -> Coded:
     """Take every step on the whole batch, even if any `stragglers` workers are missing.
 
-    Gradient coding (Tandon et al., 2017, arXiv 1612.03301; with messages shorter than the model,
-    Ye and Abbe, 2018, arXiv 1802.03475; from any linear code, Kadhe, Koyluoglu and Ramchandran,
-    2020, arXiv 2005.07184). Each worker computes d = stragglers + messages parts, d times as much
+    Gradient coding: Tandon et al., 2017, arXiv 1612.03301. With messages shorter than the model:
+    Ye and Abbe, 2018, arXiv 1802.03475. From any linear code: Kadhe, Koyluoglu and Ramchandran,
+    2020, arXiv 2005.07184. Each worker computes d = stragglers + messages parts, d times as much
     as under `sync`, and sends 1/messages of the model's size.
     verify: as in `Coded`.
     """

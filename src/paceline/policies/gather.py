@@ -75,8 +75,9 @@ class Gather(Policy):
     select: selects the workers that get a task.
     hedge: spare tasks beyond k; the step cancels the tasks that still run when k results are held.
     work: the work of a task. Without a number of samples each task gets 1/k of the global batch,
-        so a step uses `batch_size` samples for every `k`. If k does not divide the batch and the
-        step does not wait for all tasks, the count may be off by fewer than k samples.
+        so a step uses `batch_size` samples for every `k`. The count may be off by fewer than k
+        samples. This happens if k does not divide the batch and the step does not wait for all
+        tasks.
     combine: computes the weight of each result.
     placement: sets the size of each task and its data; None: equal sizes, on all data.
 
@@ -357,8 +358,12 @@ class Gather(Policy):
         return Assign(worker, placement.work(view, worker, replace(work, samples=samples)))
 
     def _redo(self, view: View, worker: WorkerId, lost: Task) -> Assign:
-        """Assign a lost task again; one from a round with a smaller k counts as more shares."""
-        shares = lost.work.shares
-        if isinstance(self.work, Work) and self.work.samples is None and lost.work.parts is None:
+        """Assign a lost task again; one from a round with a smaller k counts as more shares.
+
+        One of this round keeps its shares: they may have a sample more than those of others.
+        """
+        shares, earlier = lost.work.shares, lost.version != view.version
+        equal = isinstance(self.work, Work) and self.work.samples is None
+        if earlier and equal and lost.work.parts is None:
             shares = max(round(lost.samples * self._quota / view.batch), shares)
         return Assign(worker, Work(shares=shares), redo=lost.id)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
 from functools import wraps
 from math import inf
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
+from paceline.core.policy import Policy, Wrapper
 from paceline.core.protocol import Work
+from paceline.core.state import describe
 from paceline.policies.choosers import Chooser
 from paceline.policies.gather import Gather, mean, staleness_weighted
 from paceline.policies.selection.indices import KL, Index
@@ -134,3 +138,64 @@ def local_sgd(steps: int, k: int | None = None) -> Gather:
     with Nesterov momentum this is DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
     """
     return Gather(k, work=Work(steps=steps))
+
+
+def written(policy: Policy) -> str:
+    """Return a policy as its user writes it, by its name in this module where it has one.
+
+    A placement follows as the Trainer's argument.
+
+    >>> written(Gather(k=3))
+    'k_sync(3)'
+    """
+    inner = policy.innermost
+    placement = inner.placement if isinstance(inner, Gather) else None
+    text = describe(policy, _name)
+    return text if placement is None else f"{text}, placement={describe(placement)}"
+
+
+def _name(thing: Any) -> str | None:
+    """Return the text of a policy, a wrapper or a tuple; None for other objects."""
+    if isinstance(thing, Wrapper) and is_dataclass(thing):
+        names = inspect.signature(type(thing)).parameters
+        return _text(type(thing), {name: getattr(thing, name) for name in names})
+    if isinstance(thing, tuple):  # names of workers, which users give as a list
+        return repr(list(thing))
+    if type(thing) is not Gather:
+        return None
+    plain = describe(replace(thing, placement=None))
+    calls = _calls(thing)
+    return next((_text(*call) for call in calls if describe(call[0](**call[1])) == plain), None)
+
+
+def _calls(policy: Gather) -> Iterator[tuple[Callable[..., Gather], dict[str, Any]]]:
+    """Yield the functions above with the arguments that might make a policy, the simplest first."""
+    k, work, select, stale = policy.k, policy.work, policy.select, policy.max_staleness
+    given = work if isinstance(work, Work) else Work()
+    yield sync, {}
+    if k is not None:
+        yield k_sync, {"k": k, "samples": given.samples}
+        yield k_async, {"k": k}
+        yield rennala, {"batch": k}
+    if isinstance(stale, int):
+        yield ringmaster, {"threshold": stale + 1, "stops": policy.preempt}
+    yield asynchronous, {"max_staleness": stale, "damping": policy.combine is staleness_weighted}
+    yield local_sgd, {"steps": given.steps, "k": k}
+    if isinstance(select, Bandit | Allocate):
+        learned = {name: getattr(select, name) for name in ("index", "discount", "window", "seed")}
+        learned["samples"] = given.samples
+        if isinstance(select, Allocate):
+            yield ata, {"shares": k, **learned}
+        else:
+            yield bandit, {"k": k, "hedge": policy.hedge, "minimize": select.minimize, **learned}
+
+
+def _text(function: Callable[..., Policy], given: dict[str, Any]) -> str:
+    """Return a call without its defaults; what has no default comes first, by position."""
+    words = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in given or given[name] == parameter.default:
+            continue
+        by_place = parameter.default is parameter.empty
+        words.append(("" if by_place else f"{name}=") + describe(given[name], _name))
+    return f"{function.__name__}({', '.join(words)})"

@@ -97,7 +97,7 @@ def glance(
     forecast = about.get("forecast")
     outlook = None if forecast is None else outlook_of(forecast, now if workers else 0.0, reached)
     slow, more, quick = chosen(rows_of(workers, now, bool(reason)), most)
-    policy = shortened(str(about.get("policy", header.policy)))
+    policy = shortened(header.written)
     return Glance(policy, figures, losses, outlook, slow, more, quick, reason)
 
 

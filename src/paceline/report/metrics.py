@@ -51,8 +51,9 @@ class Meter:
     cancellation or loss. From the arrival until the driver takes the result in, for example after
     an evaluation in a callback, the worker waits for the driver. On Ray, work that cannot be
     interrupted continues after its cancellation, and is not charged.
-    Dollars: the price of a worker times the seconds in which it has a task or waits for the driver
-    (with `Prices.idle`: in which it is connected), plus the price of a byte times its bytes.
+    Dollars: the price of a worker times its seconds, plus the price of a byte times its bytes. The
+    seconds are those in which it has a task or waits for the driver. With `Prices.idle` they are
+    those in which it is connected.
     """
 
     message_bytes: int = 0  # the size of a model, and of a result
@@ -360,7 +361,7 @@ class Meter:
         """Return one value per step: step, seconds, loss, samples, results, staleness, costs.
 
         The costs (started, wasted, busy_seconds, down_bytes, up_bytes, dollars) are totals since
-        the run was (re)started, at the moment of the step: a task that is cancelled or started in
+        the run was (re)started, at the moment of the step. A task that is cancelled or started in
         response to the step appears in the next row.
         """
         return self.columns.arrays()

@@ -217,7 +217,7 @@ class _Track:
     # --- threads and lanes ------------------------------------------------------------------------
 
     def _name(self) -> str:
-        policy = str((self.header.about or {}).get("policy", self.header.policy)) or "run"
+        policy = self.header.written or "run"
         return policy if self.header.peer is None else f"{self.header.peer.name}: {policy}"
 
     def _thread(self, worker: WorkerId, lane: int) -> int:

@@ -22,6 +22,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.core.extras import INSTALL_RAY
 from paceline.engines.ray.cluster.settings import SETTINGS
 from paceline.testing.groups import Group
 
@@ -271,7 +272,7 @@ class Hosts:
         beside = Path(sys.executable).parent / "ray"
         command = str(beside) if beside.exists() else shutil.which("ray")
         if command is None:
-            raise RuntimeError("there is no `ray` command; pip install 'ray[default]'")
+            raise RuntimeError(f"there is no `ray` command: {INSTALL_RAY}")
         common = [
             f"--node-ip-address={self.ip(host)}",
             f"--object-store-memory={object_store}",
@@ -299,6 +300,10 @@ class Hosts:
             f"addr add {self.ip(host)}/24 dev eth0",
         )
         _ip("-n", self._names[host], "-batch", "-", lines="\n".join(lines))
+        # As most machines: links of this kind shared by several connections mislead BBR, which took
+        # up to ten times as long as reno for the same transfers.
+        control = "/proc/sys/net/ipv4/tcp_congestion_control"
+        self.run(host, ["sh", "-c", f"echo cubic > {control} || echo reno > {control}"], timeout=10)
         if self._slow_start_after_idle is not None:
             file = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
             command = ["sh", "-c", f"echo {self._slow_start_after_idle:d} > {file}"]

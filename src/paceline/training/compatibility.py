@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from paceline.core.logs import logger_of
 from paceline.core.policy import Policy
 from paceline.core.protocol import Prices
-from paceline.core.state import describe
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Learner
 from paceline.learners.robust import Robust
+from paceline.policies.named import written
 from paceline.policies.placement.base import Placement
 from paceline.policies.placement.tiles import Placed
 
@@ -91,7 +91,7 @@ def check_not_finite(what: str, limit: int, policy: Policy) -> None:
         )
     if what == "skip" and policy.needs_exact_results:
         raise ValueError(
-            f'on_not_finite="skip": {describe(policy.innermost)} cannot do without the results of '
+            f'on_not_finite="skip": {written(policy.innermost)} cannot do without the results of '
             "skipped samples; leave it out, or use a policy that averages, such as sync or k_sync"
         )
 

@@ -19,13 +19,14 @@ from paceline.core.logs import logger_of, tell_left_out
 from paceline.core.protocol import MAIN, Interrupted, Step, Want, WorkerId
 from paceline.core.schema import load_state, save_state
 from paceline.core.state import describe
-from paceline.learners.base import Server
+from paceline.learners.base import Saved, Server
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.callbacks import FAILED, Callback, Live, Progress, progress_of
 from paceline.report.metrics import Meter
-from paceline.training.checkpoint import Checkpoints, Snapshot
+from paceline.training.checkpoint import Snapshot
 from paceline.training.restore import Start, restore
 from paceline.training.run import Run
+from paceline.training.saving import Saving
 from paceline.training.settings import Settings, unused
 from paceline.training.signals import signals
 
@@ -69,10 +70,11 @@ class Fit:
         server: Server | None = None,
     ) -> None:
         self._settings, self._until, self._callbacks = settings, until, callbacks
-        self._snapshot, self._saved = start.snapshot, start.saved
+        self._snapshot = start.snapshot
         # A resumed run loads a new server, so that the arrays of its snapshot never change.
         fresh = server if start.snapshot is None else None
         self._server = start.server(settings) if fresh is None else fresh
+        self._saving = Saving(settings, self._server, start.saved)
         held = 0 if start.is_under_way else settings.min_workers
         self._policy = copy.deepcopy(settings.policy)  # the user's policy stays unchanged
         self._ends = Until(MinWorkers(held, self._policy), **ends)
@@ -87,7 +89,7 @@ class Fit:
     @property
     def start(self) -> Start:
         """The start of the next run."""
-        return Start(self._snapshot, self._saved)
+        return Start(self._snapshot, self._saving.saved)
 
     def run(self) -> Run:
         """Train and return the result."""
@@ -113,7 +115,9 @@ class Fit:
             engine.open(job, self._snapshot.engine if self._snapshot else None)
             try:
                 with signals(engine.interrupt, caught):
+                    self._saving.open()
                     self._drive()
+                    self._saving.finish()
                     self._snapshot = self._take()
                     ended.text = ledger.stopped or "unknown"
                     if self._is_sound():
@@ -157,9 +161,10 @@ class Fit:
         ledger, meter, until = self._coordinator.ledger, self._meter, self._until
         if (reached := self._ends.reached(ledger)) is not None:
             self._stop(reached)  # first, since `drive` would take an event and lose it
-        examples, saves = self._settings.learner.examples, self._settings.given.checkpoints
+        examples, saving = self._settings.learner.examples, self._saving
         for _, entry in drive({MAIN: self._coordinator}, self._settings.engine):
             meter.observe(entry)
+            saving.advance()
             if not any(isinstance(command, Step) for command in entry.commands):
                 continue
             progress = progress_of(
@@ -171,8 +176,8 @@ class Fit:
                 self._stop("the condition of until holds")
             if not self._is_sound():
                 self._stop(f"the loss is {progress.loss} at step {progress.step}")
-            due = saves is not None and progress.step % saves.every == 0
-            if due and self._is_sound():
+            due = saving.is_due(progress.step) and self._is_sound()
+            if due and not saving.begin(self._without_server):
                 self._save(self._take())
 
     def _stop(self, reason: str) -> None:
@@ -200,31 +205,19 @@ class Fit:
 
     def _take(self) -> Snapshot:
         """Return a snapshot that shares the server's arrays, since copies may be large."""
+        taken = self._without_server()
+        self._settings.engine.settle()
+        return replace(taken, server=self._server.save(), engine=self._settings.engine.save())
+
+    def _without_server(self) -> Snapshot:
+        """Return the state of the coordinator alone."""
         ledger = self._coordinator.ledger
         state = {"policy": save_state(self._policy), "ledger": save_state(ledger)}
-        self._settings.engine.settle()
-        about, saved = self._settings.about(), self._settings.engine.save()
-        return Snapshot(ledger.version, about, state, self._server.save(), saved)
+        return Snapshot(ledger.version, self._settings.about(), state, Saved({}, {}), None)
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Save a checkpoint; only log a failure, so that a store outage does not end a run."""
-        checkpoints: Checkpoints | None = self._settings.given.checkpoints
-        if checkpoints is None:
-            return
-        place = checkpoints.place(snapshot.step)
-        if self._saved == place:  # already at the last step, or resumed from it
-            return
-        try:
-            checkpoints.save(snapshot, self._server.export())
-        except CheckpointError as error:
-            logger.warning("step %d is not saved: %s", snapshot.step, error)
-            return
-        self._saved = place
-        logger.info("saved %s", place)
-        try:
-            checkpoints.prune()
-        except (CheckpointError, OSError) as error:
-            logger.warning("older checkpoints are not deleted: %s", error)
+        """Have the driver save a checkpoint."""
+        self._saving.save(snapshot)
 
     def _keep(self) -> str:
         """Keep the last complete model of a run that failed; return text to add to the error.
@@ -233,6 +226,7 @@ class Fit:
         can still gather it; otherwise that of `_before`. Work in flight is handed out again.
         """
         step = self._coordinator.ledger.version
+        self._saving.finish()
         if self._coordinator.whole and self._is_sound():
             try:
                 self._snapshot = replace(self._take(), engine=None)
@@ -247,18 +241,18 @@ class Fit:
                     "step %d is lost, and the model of an earlier step is kept: %s", step, told
                 )
         kept = self._before()
-        self._snapshot, self._saved = kept.snapshot, kept.saved
+        self._snapshot, self._saving.saved = kept.snapshot, kept.saved
         self._server = kept.server(self._settings)
         return f" (the model is that of step {kept.step}: step {step} is incomplete)"
 
     def _before(self) -> Start:
         """Return the newer of the last checkpoint and the newest snapshot in memory."""
         before, found = self.start, None
-        if self._saved is not None:
+        if (saved := self._saving.saved) is not None:
             try:
-                found = restore(self._settings, self._saved, missing_ok=False)
+                found = restore(self._settings, saved, missing_ok=False)
             except CheckpointError as error:
-                logger.warning("%s is not used: %s", self._saved, error)
+                logger.warning("%s is not used: %s", saved, error)
         if found is None or before.step > found.step:
             return before
         return found

@@ -108,7 +108,15 @@ class Run:
         files = [str(each.path) for each in self.journals.values() if each.path is not None]
         headers = {node: each.header for node, each in self.journals.items()}
         record = record_of(self.journals, self.reason, meters_of(headers))
-        return write_page(path, record, files, self.policy.findings().changes)
+        return write_page(path, record, files, self.policy.findings().changes, self._advice())
+
+    def _advice(self) -> str:
+        from paceline.planner.advice import advice  # needs scipy
+
+        if MAIN not in self.journals:
+            return ""
+        found = advice(self.journal, self.seconds - self.meter.began, len(self.metrics["step"]))
+        return "" if found is None else str(found)
 
     def samples(self) -> list[Stretch]:
         """Return the fate of every sample that was handed out."""

@@ -21,6 +21,7 @@ from paceline.engines.base import Job, TrainingEngine
 from paceline.learners.arrays import TimingOnly
 from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust, RobustServer
+from paceline.policies.named import written
 from paceline.policies.placement.base import Placement
 from paceline.report.callbacks import Callback, ProgressLine
 from paceline.report.live import LiveView
@@ -122,7 +123,12 @@ class Settings:
 
     def about_run(self) -> dict[str, Any]:
         """Describe a run for its journal."""
-        return {**self.about(), "engine": repr(self.engine), "versions": versions()}
+        return {
+            **self.about(),
+            "written": written(self.policy),
+            "engine": repr(self.engine),
+            "versions": versions(),
+        }
 
 
 def shown(progress: Shown, callbacks: Sequence[Callback]) -> list[Callback]:

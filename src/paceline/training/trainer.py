@@ -43,9 +43,9 @@ if TYPE_CHECKING:  # these need torch and scipy
 class Trainer:
     """Trains a learner under a policy on an engine.
 
-    policy: a policy; or a plan, whose first policy and codec the trainer uses; or "auto", to
-        measure engine and learner, plan for a target, and replan when workers change (see `Auto`).
-        The learning rate is always the learner's.
+    policy: a policy; or a plan, whose first policy and codec the trainer uses; or "auto". With
+        "auto" the trainer measures engine and learner, plans for a target, and replans when workers
+        change (see `Auto`). The learning rate is always the learner's.
     target: with "auto", the loss to reach in the least time.
     seed: the source of all randomness: sample order, random layers, simulated delays.
     min_workers: the number of workers that must join before training begins; by default all.
@@ -53,14 +53,16 @@ class Trainer:
     journal: a file for the journal, kept in memory otherwise.
     progress: True for a line, "live" for a table of all workers (see `LiveView`), False for none.
     prices: the cost of hours and bytes, one for all workers or one for each of w0, w1, …
-    placement: how to divide the batch and where the data live: `BySpeed()`, `Placed(tiles)`;
-        by default all workers get equal shares of data that all can read.
+    placement: how to divide the batch and where the data live: `BySpeed()`, `Placed(tiles)`.
+        By default all workers get equal shares of data that all can read.
     codec: encodes results on their way to the server: `Feedback(TopK(0.01))`, `BFloat16()`, …
-    model_codec: encodes models on their way to workers, as changes of a copy that both ends keep:
-        `TopK(0.1)`, `Int8()`, …
-    on_not_finite: what to do with a result that is NaN or infinite. "stop": another worker computes
-        it again, and the run ends if it is not finite there either. "skip": its samples are listed
-        as skipped in `run.samples()`, and the step takes other samples in their place.
+    model_codec: encodes models on their way to workers. `BFloat16()` and `Half()` send the values
+        in two bytes each, with servers too. Any other codec (`TopK(0.1)`, `Int8()`, …) sends the
+        changes of a copy that both ends keep, and needs the model in the driver.
+    on_not_finite: what to do with a result that is NaN or infinite. With "stop" another worker
+        computes it again, and the run ends if it is not finite there either. With "skip" its
+        samples are listed as skipped in `run.samples()`, and the step takes other samples in their
+        place.
     skip_limit: the number of results in a row that may be skipped before the run ends.
     robust: replaces the mean of the results, so that a few wrong results cannot spoil a step:
         `TrimmedMean(1)`, `MultiKrum(1)`, `CenteredClip(radius)`.

@@ -44,7 +44,7 @@ def test_a_machine_that_is_well() -> None:
 @pytest.mark.parametrize(
     ("ill", "level", "told", "fix"),
     [
-        ({"missing": "No module named 'ray'"}, "error", "No module named 'ray'", "pip install"),
+        ({"missing": "Ray is not installed"}, "error", "not installed", "paceline[ray]"),
         ({"versions": {**HOST["versions"], "ray": "2.9.3"}}, "error", "too old", ">=2.59"),
         ({"versions": {"ray": "2.60.0"}}, "error", "PyTorch is missing", "pip install torch"),
         ({"load": 5.0}, "warning", "a load of 5.0 on 2 cores", "expect Ray to start slowly"),

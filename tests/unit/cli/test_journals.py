@@ -24,9 +24,22 @@ def train(path: Path, policy: pl.policies.Gather) -> pl.Run:
 def test_a_report_is_the_summary_of_the_run(paceline: Paceline, tmp_path: Path) -> None:
     run = train(tmp_path / "a.jsonl", pl.k_sync(2))
     found = paceline("report", tmp_path / "a.jsonl")
-    first, rest = found.stdout.split("\n", 1)
-    assert first.startswith("Gather(k=2) on Simulator(workers=3")
-    assert run.summary() == f"{rest}  journal   {tmp_path / 'a.jsonl'}"
+    first, *rest, instead = found.stdout.splitlines()
+    assert first.startswith("k_sync(2) on Simulator(workers=3")
+    assert run.summary().splitlines() == [*rest, f"  journal   {tmp_path / 'a.jsonl'}"]
+    assert instead.startswith("  instead   ")
+
+
+def test_a_report_says_what_would_have_been_faster(paceline: Paceline, tmp_path: Path) -> None:
+    slow = pl.Simulator(3, [pl.delays.Fixed(seconds) for seconds in (0.1, 0.1, 0.2)], unit=1)
+    learner = pl.learners.Quadratic((1.0, 0.3), noise=0.3, lr=0.2, batch_size=24)
+    trainer = pl.Trainer(learner, pl.sync(), slow, journal=tmp_path / "a.jsonl", progress=False)
+    trainer.fit(steps=20)
+    told = paceline("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").stdout
+    shares = "“sync(), placement=BySpeed()” would have taken about "
+    assert f"  instead   {shares}" in told
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert f"<strong>What to change.</strong> {shares}" in page
 
 
 def test_a_report_as_json(paceline: Paceline, journal: Path) -> None:
@@ -63,7 +76,7 @@ def test_runs_side_by_side(paceline: Paceline, tmp_path: Path) -> None:
     head, *rows = paceline("compare", *paths).stdout.splitlines()
     names = ["journal", "policy", "steps", "seconds", "loss", "samples/s", "waiting", "bytes"]
     assert head.split() == [*names, "dollars"]
-    assert [row.split()[1] for row in rows] == ["Gather(k=2)", "Gather()"]
+    assert [row.split()[1] for row in rows] == ["k_sync(2)", "sync()"]
     assert [row.split()[-1] for row in rows] == ["–", "–"]
     data = json.loads(paceline("compare", "--json", *paths).stdout)
     assert [run["journal"] for run in data["runs"]] == [str(path) for path in paths]
@@ -71,7 +84,7 @@ def test_runs_side_by_side(paceline: Paceline, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    ["k_sync(2)", "bandit(2)", "asynchronous()", "ringmaster(4)", "Gather(placement=BySpeed())"],
+    ["k_sync(2)", "bandit(2)", "asynchronous()", "ringmaster(4)", "sync(), placement=BySpeed()"],
 )
 def test_a_replay_is_the_same(paceline: Paceline, tmp_path: Path, policy: str) -> None:
     from paceline.cli.expressions import parse

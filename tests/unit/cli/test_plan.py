@@ -48,7 +48,7 @@ def test_a_forecast(paceline: Paceline, fleet: Path) -> None:
     assert quick["seconds"] == expected.seconds
     assert slow["seconds"] > 2 * quick["seconds"]
     found = paceline("simulate", fleet, "--policy", "k_sync(2)", *args[:-1], "--codec", "Half()")
-    assert found.stdout.startswith("Gather(k=2) to a loss of 0.5: ")
+    assert found.stdout.startswith("k_sync(2) to a loss of 0.5: ")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_other_optimizers_than_sgd_are_not_forecast_as_sgd(paceline: Paceline, a
     assert {entry["seconds"] for entry in data["entries"]} == {None}
     assert data["entries"][0]["per_step"]["seconds"] > 0
     told = paceline("simulate", adamw, "--policy", "sync()", *args).stdout
-    assert told.startswith("Gather(): 6 s a step [6-6], ")
+    assert told.startswith("sync(): 6 s a step [6-6], ")
     assert "steps to a loss are unknown" in told and "theory" not in told
 
 

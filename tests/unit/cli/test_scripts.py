@@ -38,7 +38,7 @@ def test_figures_are_alone_on_stdout(paceline: Paceline, script: Script) -> None
     found = paceline("train", "--json", script("print('hello')\ntrainer.fit(steps=5)\n"))
     assert found.exit_code == 0
     (run,) = json.loads(found.stdout)["runs"]
-    assert run["steps"] == 5 and run["policy"] == "Gather(k=2)" and run["journal"] == "k2.jsonl"
+    assert run["steps"] == 5 and run["policy"] == "k_sync(2)" and run["journal"] == "k2.jsonl"
     assert run["dollars"] is None
     assert "hello" in found.stderr
 

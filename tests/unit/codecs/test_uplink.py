@@ -50,6 +50,23 @@ def test_an_unused_message_goes_into_the_next() -> None:
     assert [each.tolist() for each in told] == [[4.0, 0.0], [0.0, 1.0]]
 
 
+def test_messages_of_senders_without_a_memory_are_not_kept() -> None:
+    for codec, kept in ((pl.codecs.BFloat16(), None), (pl.codecs.Feedback(pl.codecs.Int8()), 1)):
+        uplink = Uplink(codec, 2)
+        uplink.send(np.ones(2), 0, 1.0, [(0, 2)])
+        uplink.refund([])
+        ((message,),) = uplink._sent.values()
+        assert (message is None) == (kept is None)
+
+
+def test_a_cast_is_read_only_and_decoded_once() -> None:
+    vector = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    (packed,) = Uplink(pl.codecs.BFloat16(), 1000).send(vector, 0, 1.0, [(0, 1000)])
+    assert not packed.flags.writeable  # so that a process can hold it without a copy
+    found = received(packed, pl.codecs.BFloat16(), (0, 1000), 1000)
+    assert np.array_equal(found, torch.from_numpy(vector).bfloat16().float().numpy())
+
+
 def test_cut_otherwise_memories_begin_anew() -> None:
     codec = pl.codecs.Feedback(pl.codecs.TopK(0.5))
     uplink = Uplink(codec, 4)
@@ -120,5 +137,5 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         progress=False,
         codec=pl.codecs.BFloat16(),
     )
-    with pytest.raises(ValueError, match="TimingOnly has no results to encode"):
+    with pytest.raises(ValueError, match="TimingOnly has no values to encode"):
         timing.fit(steps=1)

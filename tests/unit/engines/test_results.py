@@ -71,6 +71,17 @@ def test_the_public_copy_is_what_workers_get() -> None:
     assert held.changes(None, 1) is None
 
 
+def test_a_rounded_model_is_sent_as_its_message() -> None:
+    held = results(model_codec=pl.codecs.BFloat16())
+    sent = held.publish()
+    assert sent.dtype == np.uint8 and sent.nbytes == held.whole_bytes
+    assert held.changes(0, 1) is None and held.opened(sent).tolist() == [1.0, 1.0]
+    held.hold(0, np.array([2e-3, 1.0]), {})
+    held.step({0: 1.0}, keep=False)
+    assert held.opened(held.publish()).tolist() == [1.0, 0.5]  # 0.999 is rounded to 1
+    assert results().whole_bytes is None
+
+
 class Wrong(pl.learners.Quadratic):
     """Computes vectors of a wrong shape."""
 

@@ -59,16 +59,19 @@ def owners(layout: Layout) -> list[int]:
 
 
 @given(st.integers(0, 200), st.integers(1, 50))
-def test_spans_cover_the_vector_in_equal_lengths(size: int, count: int) -> None:
+def test_spans_cover_the_vector_and_the_first_is_half_as_long(size: int, count: int) -> None:
     spans = Layout(size).spans(count)
     assert len(spans) == count
     assert [place for begin, end in spans for place in range(begin, end)] == list(range(size))
-    lengths = [end - begin for begin, end in spans]
-    assert 0 <= min(lengths) <= max(lengths) <= min(lengths) + 1
+    first, *lengths = [end - begin for begin, end in spans]
+    if lengths:
+        assert 0 <= min(lengths) <= max(lengths) <= min(lengths) + 1
+        assert first == 1 or 2 * first <= max(lengths) <= 2 * first + 2
+    assert size < count or min([first, *lengths]) >= 1
 
 
 def test_more_slices_than_values_leave_some_empty() -> None:
-    assert Layout(2).spans(4) == [(0, 0), (0, 1), (1, 1), (1, 2)]
+    assert Layout(2).spans(4) == [(0, 0), (0, 0), (0, 1), (1, 2)]
     assert Layout(7).spans(1) == [(0, 7)]
 
 

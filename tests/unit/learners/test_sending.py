@@ -154,7 +154,7 @@ def test_a_worker_holds_values_and_gradients_and_no_third_copy(model: Any) -> No
     sent = cloudpickle.dumps((for_workers(recipe), None, None, None, layout))
     before = held()
     worker = Worker(place=lambda: Place("node", 0, ""))
-    worker.set_up(cloudpickle.loads(sent), 0, {})
+    worker.set_up(cloudpickle.loads(sent), 0, None)
     assert 2.0 * BYTES <= held() - before <= 2.2 * BYTES
-    worker.set_up(cloudpickle.loads(sent), 0, {})  # an earlier one is forgotten
+    worker.set_up(cloudpickle.loads(sent), 0, None)  # an earlier one is forgotten
     assert held() - before <= 2.2 * BYTES

@@ -107,7 +107,7 @@ def test_it_can_be_read() -> None:
     text = str(of_equal())
     lines = text.splitlines()
     assert lines[0] == "to a loss of 0.5, with the least time:"
-    assert lines[1].split() == ["policy", "rate", "seconds", "dollars", "MB", "risk"]
+    assert lines[1].split() == ["policy", "lr", "seconds", "dollars", "MB", "risk"]
     assert lines[2].split()[:2] == ["1", "sync()"]
     assert lines[-1].startswith("sync() takes ")
 

@@ -433,7 +433,7 @@ def test_a_run_in_a_notebook() -> None:
         pl.learners.Quadratic(batch_size=40), pl.k_sync(15), engine, progress=False, prices=prices
     ).fit(steps=5)
     html = run._repr_html_()
-    assert "<b>Gather(k=15)</b> – ended: 5 steps taken" in html
+    assert "<b>k_sync(15)</b> – ended: 5 steps taken" in html
     assert "… 5 more: 5 there" in html
     assert html.count("<tr") == 2 + 1 + 16
     assert "$" in html and "<script" not in html and "computing" not in html

@@ -108,6 +108,19 @@ EXACT = (
 )  # each step uses the batch
 
 
+def test_a_lost_task_keeps_its_shares_though_they_have_a_sample_more() -> None:
+    """Three shares of five had six of eight samples, and counted as four when they were redone."""
+    moves = [Move("join", 0, 0.0), Move("join", 1, 0.0), Move("finish", 0, 0.5)]
+    moves += [Move("finish", 1, 1.0), Move("join", 2, 0.5), Move("finish", 0, 0.0)]
+    moves += [Move("finish", 0, 1.0), Move("finish", 0, 0.0), Move("leave", 0, 0.0)]
+    moves += [Move("finish", 0, 0.0), Move("finish", 1, 0.0), Move("finish", 0, 0.0)]
+    journal = History(tuple(moves)).play(POLICIES["ata(5)"]).journal
+    redone = [task for _, _, tasks in steps_and_tasks(journal) for task in tasks.values()]
+    assert any(task.attempt == 2 for task in redone)
+    for _, step, tasks in steps_and_tasks(journal):
+        assert sum(tasks[id].samples for id in step.weights) == 8
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=legal_histories())

@@ -3,8 +3,8 @@
 Samples are processed in groups of one class. The shares determine in advance how many samples of a
 group each part gets. The samples themselves are chosen so that the parts' sums of random Fourier
 features stay close to their shares of the whole. This is vector balancing, as in GraB (Lu et al.,
-2022, arXiv:2205.10733) and CD-GraB (Cooper et al., 2023, arXiv:2302.00845), for more than two
-parts and for unequal shares.
+2022, arXiv:2205.10733) and CD-GraB (Cooper et al., 2023, arXiv:2302.00845). Here it is for more
+than two parts and for unequal shares.
 """
 
 from __future__ import annotations

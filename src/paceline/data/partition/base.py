@@ -149,7 +149,7 @@ def whole_shares(total: int, shares: ArrayLike) -> Indices:
 def quotas(counts: Sequence[int] | Indices, shares: Floats) -> NDArray[np.int64]:
     """Return the number of samples of each class (row) in each part (column).
 
-    Every row adds up to its class. The rounding error of a part carries over to the next class, so
+    Every row adds up to its class. The rounding error of a part carries over to the next class. So
     the total of a part is off by less than about one sample.
     """
     carry = np.zeros(len(shares))

@@ -36,7 +36,7 @@ class Certificate:
     """The quality of a partition; a part without samples has the distance nan.
 
     `predicted` is the root mean square distance of a random split into parts of these sizes, by
-    class if labels are known; `predicted_plain` is that of a random split that ignores classes.
+    class if labels are known. `predicted_plain` is that of a random split that ignores classes.
     """
 
     sizes: tuple[int, ...]

@@ -45,8 +45,8 @@ def as_rows(given: Any) -> Rows:
 def pca(inputs: Rows, dimensions: int = 64, *, seed: int = 0, fit_on: int = 20_000) -> Vectors:
     """Return the principal components of inputs of any shape (n, ...), in the inputs' units.
 
-    The directions come from a random `fit_on` of the samples: from their covariance, or for wide
-    inputs by randomized power iteration (Halko, Martinsson and Tropp, 2011, arXiv:0909.4061).
+    The directions come from a random `fit_on` of the samples. They come from the covariance, or for
+    wide inputs by randomized power iteration (Halko, Martinsson and Tropp, 2011, arXiv:0909.4061).
 
     >>> pca(np.array([[0.0, 0.0], [3.0, 4.0]]), 1).tolist()
     [[-2.5], [2.5]]

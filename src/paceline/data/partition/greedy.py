@@ -1,7 +1,7 @@
 """Greedy rules that cut a chunk of samples into blocks of given sizes by coverage.
 
-`submodular` makes similarities that are multiples of a power of two, so all sums are exact:
-neither the order of summation nor lazy evaluation changes a choice. Ties between blocks or samples
+`submodular` makes similarities that are multiples of a power of two, so all sums are exact.
+Neither the order of summation nor lazy evaluation changes a choice. Ties between blocks or samples
 go to the lower index; two samples that are each other's nearest are often tied.
 """
 
@@ -19,7 +19,7 @@ def facility_location_blocks(similarity: Floats, sizes: Indices) -> Indices:
 
     The block with the least f takes the sample that raises it most, until it is full (min-block
     greedy: He and Dube, 2022, arXiv:2211.00839, Algorithm 1). A gain only falls as its block
-    grows, so old gains are upper bounds: a sample that stays first after its gain is updated is
+    grows, so old gains are upper bounds. A sample that stays first after its gain is updated is
     the best of all (Minoux, 1978).
     """
     of = np.full(len(similarity), -1, np.int64)
@@ -49,7 +49,7 @@ def facility_location_blocks(similarity: Floats, sizes: Indices) -> Indices:
 def graph_cut_blocks(similarity: Floats, sizes: Indices) -> Indices:
     """Return the block of each sample for f(A) = sum over v not in A, a in A of s(v, a).
 
-    The turns are those of `facility_location_blocks`. All gains are kept up to date: the gain of v
+    The turns are those of `facility_location_blocks`. All gains are kept up to date. The gain of v
     is the sum over u != v of s(u, v), less 2 sum over a in A of s(a, v).
     """
     of = np.full(len(similarity), -1, np.int64)

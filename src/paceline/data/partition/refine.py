@@ -30,8 +30,9 @@ def refined(
 
     It never raises the sum over classes and parts of |mean - mean of the class|^2, and keeps the
     sizes and the classes. A swap of x in a and y in b changes that sum by
-    2 <y - x, D_a/n_a^2 - D_b/n_b^2> + |y - x|^2 (1/n_a^2 + 1/n_b^2), with D the excess of a part's
-    sum. Do not use it with hundreds of classes: each class improves, but whole parts may get worse.
+    2 <y - x, D_a/n_a^2 - D_b/n_b^2> + |y - x|^2 (1/n_a^2 + 1/n_b^2). Here D is the excess of a
+    part's sum. Do not use it with hundreds of classes: each class improves, but whole parts may get
+    worse.
     """
     features = as_rows(features)
     codes, counts, _ = classes_of(labels, len(features))

@@ -5,7 +5,7 @@ whole. Parts of equal size and equal coverage are more alike than random ones. W
 the paper's rule is worse than a random cut by class. It keeps all parts at equal coverage, hence at
 nearly equal size, until the small parts are full. These have then had the first choice, and the
 large parts get the rest. So the default cuts the data into tiles (small blocks of equal size) and
-merges them into parts; the few samples outside of tiles are assigned at random. `faithful=True` is
+merges them into parts. The few samples outside of tiles are assigned at random. `faithful=True` is
 the paper's rule, for comparison.
 
 Sizes are exact: `quotas` sets the number of samples of each class in a part.
@@ -57,12 +57,12 @@ def facility_location(
 ) -> Partition:
     """Cut by f(A) = sum over v of max over a in A of s(v, a), as RCD-SGD does.
 
-    He and Dube, 2022, arXiv:2211.00839, Algorithm 1: within each class (without labels, all
-    samples are one class) the part with the least f takes the sample that raises f most, until it
-    is full. This is the min-block greedy of Wang et al., 2021, "Constrained Robust Submodular
-    Partitioning". s is a Gaussian kernel, and its bandwidth is the median distance.
+    This is Algorithm 1 of He and Dube, 2022, arXiv:2211.00839. Within each class the part with the
+    least f takes the sample that raises f most, until it is full. Without labels, all samples are
+    one class. It is the min-block greedy of Wang et al., 2021, "Constrained Robust Submodular
+    Partitioning". The kernel s is Gaussian, and its bandwidth is the median distance.
 
-    A class is first cut at random into chunks, which are partitioned separately, so time and
+    A class is first cut at random into chunks, which are partitioned separately. So time and
     memory grow with samples * chunk and chunk ** 2; `chunk=None` takes classes whole. A chunk is
     cut into `tiles` blocks of equal size; None chooses a number that fits the shares. More parts
     need larger chunks: tiles of 10 samples or fewer gain little.
@@ -101,7 +101,7 @@ def feature_based(
     """Cut by f(A) = sum over u of sqrt(sum over a in A of x(a, u)), in proportional turns.
 
     x are the positive and the negative parts of the centered features. Turns in proportion to
-    the shares suit this f, so it needs neither tiles nor chunks: time grows with samples *
+    the shares suit this f, so it needs neither tiles nor chunks. Time grows with samples *
     candidates * features, memory with the largest class.
     """
     if candidates < 1:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from paceline.core.checks import check_seconds, check_whole
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Command, Event, Interrupted, WorkerId, worker_names
-from paceline.engines.base import Job
-from paceline.engines.ray.carrier import start_carriers
+from paceline.engines.base import Job, Writer
 from paceline.engines.ray.cluster.join import store_need
 from paceline.engines.ray.job import RayJob, Timeouts
 from paceline.engines.ray.pickled import check_pickled
@@ -20,8 +22,11 @@ from paceline.engines.ray.servers.choice import SPREAD_BYTES, Servers, server_co
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.reducer import ShardedReducer
 from paceline.engines.ray.servers.shell import Callbacks, Processes
+from paceline.engines.ray.transport.calls import new_secret
 from paceline.engines.results import Results
 from paceline.learners.base import Learner, Saved, state_values
+
+logger = logger_of(__name__)
 
 
 class Ray:
@@ -80,13 +85,12 @@ class Ray:
         self._lent_pool: Pool | None = None
         self._server_nodes: list[str] = []
         self._placement: Placement | None = None
-        self._carriers: dict[str, Any] = {}
-        self._carriers_tried: list[str] = []  # the nodes of the last attempt
         self._ours = False  # whether Ray itself was started by this engine
         self._keep = 0  # open `with` blocks, in which workers outlive a job
         self._cluster = self._make_cluster()
         self._origin = self._cluster.clock()  # `now` may be called after a job
         self._open: RayJob | None = None
+        self._secret: bytes | None = None  # of the processes of the job
         self._clear()
 
     def _make_cluster(self) -> Cluster:
@@ -94,7 +98,7 @@ class Ray:
 
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout)
-        return RayJob(job, pool, self._calls, self._events, timeouts, self._carriers)
+        return RayJob(job, pool, self._calls, self._events, timeouts, self._secret)
 
     def _clear(self) -> None:
         """Forget everything about a job."""
@@ -185,7 +189,7 @@ class Ray:
         check_pickled(job.learner)
         cluster, size, state = self._cluster, job.learner.message_bytes, 0
         if self.servers not in (None, "driver"):
-            state = size * state_values(job.server)
+            state = size * (state_values(job.server) + (job.model_codec is not None))
         if self._pool is None:
             need = store_need(self.size, size, state)
             self._ours = cluster.connect(self._address, self.size, need) or self._ours
@@ -200,7 +204,7 @@ class Ray:
             spread = self.servers != "driver" and len(cluster.nodes()) > 1 and size >= SPREAD_BYTES
             cluster.warn_small_stores(spread, self.size, size, state)
         self._pool.fill()
-        self._start_carriers(job)
+        self._secret = new_secret() if self._may_be_direct(job) else None
         under_way = self._open = self._make_job(job, self._pool)
         under_way.begin()
         under_way.reducer = self._make_reducer(job, self._pool, under_way)
@@ -210,14 +214,21 @@ class Ray:
         device = str(getattr(learner, "device", "cpu"))
         return gpus_each(self._gpus, device, self.workers, self._cluster.gpus())
 
-    def _start_carriers(self, job: Job) -> None:
-        """Start carriers, which shorten the transfer of slices between nodes that are far apart."""
-        nodes = sorted(self._cluster.nodes())
-        small = job.learner.message_bytes < SPREAD_BYTES
-        if self.servers == "driver" or len(nodes) == 1 or small or nodes == self._carriers_tried:
-            return
-        self._carriers_tried = nodes
-        self._carriers = start_carriers(nodes, self._start_timeout)
+    def _may_be_direct(self, job: Job) -> bool:
+        """Return whether slices may go from process to process instead of by Ray's stores.
+
+        Small ones go within Ray's calls. Where Ray encrypts its traffic, ours must not go in plain.
+        """
+        large = job.learner.message_bytes >= SPREAD_BYTES
+        several = self.servers != "driver" and len(self._cluster.nodes()) > 1
+        return several and large and os.environ.get("RAY_USE_TLS", "0") != "1"
+
+    def _is_direct(self, pool: Pool) -> bool:
+        """Return whether slices go from process to process, now that the workers are up.
+
+        The workers of one node share a store: there each slice of the model arrives once.
+        """
+        return self._secret is not None and len(pool.nodes()) >= self.size
 
     def _make_reducer(self, job: Job, pool: Pool, under_way: RayJob) -> Reducer:
         """Start the processes that keep the model, and wait until they are ready."""
@@ -236,16 +247,36 @@ class Ray:
             make, self._placement = self._cluster.make_servers(placement), placement
             self._server_pool = Pool(names, make, self._respawns, self._cluster)
             self._server_nodes = nodes
-        assert self._placement is not None
         self._server_pool.fill()
-        timeouts = self._timeout, self._start_timeout
-        servers = self._server_pool, self._placement
-        processes = Processes(*servers, pool, self._carriers, self._calls, *timeouts)
+        if self._is_direct(pool):
+            reducer = self._on_servers(job, pool, under_way, direct=True)
+            if (why := reducer.unreachable()) is None:
+                return reducer
+            logger.warning(
+                "slices go through Ray's object stores, which takes more time and CPU: %s; open "
+                "all ports between these hosts for direct transport",
+                why,
+            )
+        return self._on_servers(job, pool, under_way, direct=False)
+
+    def _on_servers(self, job: Job, pool: Pool, under_way: RayJob, direct: bool) -> ShardedReducer:
+        """Cut the model among the servers, and wait until they have their slices."""
+        assert self._server_pool is not None and self._placement is not None
+        processes = Processes(
+            self._server_pool,
+            self._placement,
+            pool,
+            self._cluster.transport(direct),
+            self._secret if direct else None,
+            self._calls,
+            self._timeout,
+            self._start_timeout,
+        )
         asked = Callbacks(
             under_way.stepped, under_way.ship_all, under_way.redo, under_way.refuse_later
         )
-        given = job.server, job.steps, job.wants, processes, asked, job.codec
-        reducer = ShardedReducer(*given)
+        codecs = job.codec, job.model_codec
+        reducer = ShardedReducer(job.server, job.steps, job.wants, processes, asked, codecs)
         reducer.wait()
         return reducer
 
@@ -274,6 +305,9 @@ class Ray:
     def settle(self) -> None:
         self._under_way().reducer.settle()
 
+    def writer(self, folder: Path) -> Writer | None:
+        return self._under_way().reducer.writer(folder)
+
     def close(self) -> None:
         """End the job. Outside of a `with` block the workers end with it."""
         self._clear()
@@ -286,9 +320,6 @@ class Ray:
         for pool in self._pools():
             pool.end()
         self._pool = self._server_pool = self._lent_pool = None
-        for carrier in self._carriers.values():
-            self._cluster.kill(carrier)
-        self._carriers, self._carriers_tried = {}, []
         if self._ours:
             self._cluster.shutdown()
             self._ours = False

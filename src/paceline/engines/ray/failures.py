@@ -1,8 +1,9 @@
 """Failed calls: the reason in one line, and whether the user's own code is to blame.
 
 An exception means a lost worker at first: a broken GPU, a full disk or a missing mount all arrive
-as Python exceptions. The user's code is to blame if the same samples raise on a second worker
-(where workers are on several nodes: on a second node), or if set-up raises on every worker.
+as Python exceptions. The user's code is to blame if the same samples raise on a second worker, or
+if set-up raises on every worker. Where workers are on several nodes, the second worker must be on a
+second node.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class RayJob:
 
     calls: the inbox of the job's answers.
     events: those that the trainer has not seen yet; `Ray.interrupt` adds to them too.
-    carriers: by node; they shorten the transfer of slices.
+    secret: of the processes that may connect to each other directly, None for none.
     """
 
     reducer: Reducer  # set before the first command
@@ -90,10 +90,10 @@ class RayJob:
         calls: Calls,
         events: deque[Event],
         timeouts: Timeouts,
-        carriers: dict[str, Any],
+        secret: bytes | None,
     ) -> None:
         self._job, self._pool, self._calls, self._events = job, pool, calls, events
-        self._timeouts, self._carriers = timeouts, carriers
+        self._timeouts, self._secret = timeouts, secret
         self._run = uuid.uuid4().hex
         self._version = job.steps
         self._opened, self._has_joined = pool.cluster.clock(), False  # whether any worker has
@@ -195,7 +195,8 @@ class RayJob:
         order, task = self._orders[id], self._orders[id].task
         token = Token(self._run, member.name, member.incarnation, task.id)
         member.busy = token
-        reply = self.reducer.dispatch(member, token, task, order.model)
+        again = order.attempts > 0
+        reply = self.reducer.dispatch(member, token, task, order.model, again)
         member.call = self._calls.add(
             reply,
             self._timeouts.task,
@@ -223,7 +224,7 @@ class RayJob:
     def _set_up(self, name: WorkerId) -> None:
         member = self._pool.members[name]
         member.call = self._calls.add(
-            member.actor.set_up.remote(self._learner, self._job.seed, self._carriers),
+            member.actor.set_up.remote(self._learner, self._job.seed, self._secret),
             self._timeouts.start,
             partial(self._is_up, member),
             partial(self._is_not_up, member),

@@ -38,7 +38,7 @@ class PickledSize:
     """Counts the bytes of an object as Ray pickles it.
 
     Ray sends arrays as they are. A tensor is sent with its whole storage, even if it is a view of a
-    small part; so each view of one storage sends it again. Counting stops when the bytes of the
+    small part. So each view of one storage sends it again. Counting stops when the bytes of the
     pickle itself pass the limit, since only pickling can tell their number.
     """
 

@@ -20,6 +20,7 @@ from paceline.engines.ray.calls import Call, Calls
 from paceline.engines.ray.cluster.join import connect, warn_small_stores
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Server
+from paceline.engines.ray.transport.calls import Direct, Stores, Transport
 from paceline.engines.ray.worker import Place, Token, Worker, actor_class, start_time
 from paceline.learners.base import Learner
 
@@ -38,14 +39,17 @@ class Member:
     busy: Token | None = None  # the task that it computes, cancelled or not
     waiting: deque[TaskId] = field(default_factory=deque)
     model_version: int | None = None  # the version of the public copy of the model that it has
-    model_bytes: int | None = None  # bytes of its last model, if it came as changes
+    model_bytes: int | None = None  # bytes of its last model, if it came encoded
     refunds: list[TaskId] = field(default_factory=list)  # unused results, not yet reported to it
+    released: deque[int] = field(default_factory=deque)  # keys of objects that it need not hold
+    pushes: bool = True  # whether it sends results to servers before they ask
 
     def reset(self) -> None:
         """Forget the job that has ended; the process stays."""
         self.busy, self.joined, self.call = None, False, None
         self.model_version, self.model_bytes, self.refunds = None, None, []
         self.waiting.clear()
+        self.released, self.pushes = deque(), True
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,10 @@ class Cluster:
 
     def make_servers(self, placement: Placement) -> Callable[[str], Any]:
         return make_servers(placement)
+
+    def transport(self, direct: bool) -> Transport:
+        """Return how slices go from process to process."""
+        return Direct() if direct else Stores()
 
     def calls(self) -> Calls:
         """Make the inbox for the answers of its actors."""

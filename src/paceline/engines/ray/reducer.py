@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import ray
 
 from paceline.core.protocol import Coefficients, Stat, Task, TaskId, WorkerId
+from paceline.engines.base import Writer
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.engines.results import Results
@@ -44,8 +46,13 @@ class Model(Protocol):
 class Reducer(Protocol):
     """Holds each result, under the token of its task, until a step uses it."""
 
-    def dispatch(self, member: Member, token: Token, task: Task, model: Any) -> Any:
-        """Send a task to its worker, and expect its token; return the reference of the reply."""
+    def dispatch(
+        self, member: Member, token: Token, task: Task, model: Any, again: bool = False
+    ) -> Any:
+        """Send a task to its worker, and expect its token; return the reference of the reply.
+
+        again: whether a worker could not get the model before.
+        """
 
     def accept(self, answer: Answer) -> bool:
         """Hold a result; return False if it is not expected: it is stale or a duplicate.
@@ -71,6 +78,9 @@ class Reducer(Protocol):
     def settle(self) -> None:
         """Bring the job's own server to the newest version, wherever the model is kept."""
 
+    def writer(self, folder: Path) -> Writer | None:
+        """Return how servers write the model into a folder; None if the driver has to."""
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -93,14 +103,16 @@ class DriverReducer:
         self._expected: dict[TaskId, Token] = {}
         self._published: Payload | None = None
 
-    def dispatch(self, member: Member, token: Token, task: Task, model: Payload) -> Any:
+    def dispatch(
+        self, member: Member, token: Token, task: Task, model: Payload, again: bool = False
+    ) -> Any:
         self._expected[token.task] = self._unanswered[token.worker] = token
         order = pack(token, task, member.refunds)
         member.refunds = []
         changes = self._results.changes(member.model_version, model.version)
         member.model_version = model.version
         if changes is None:
-            member.model_bytes = None
+            member.model_bytes = self._results.whole_bytes
             return member.actor.compute.remote(order, model.content)
         member.model_bytes = sum(each.nbytes for each in changes)
         return member.actor.compute.remote(order, None, changes)
@@ -145,3 +157,6 @@ class DriverReducer:
 
     def settle(self) -> None:
         pass
+
+    def writer(self, folder: Path) -> None:
+        return None

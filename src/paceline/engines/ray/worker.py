@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -18,8 +18,20 @@ from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.engines.checks import norm_of
-from paceline.engines.ray.carrier import Carriers, GivenUp, Incoming, ask, timed
-from paceline.learners.base import Array, Layout, Learner, Outcome, Replica, Span
+from paceline.engines.ray.transport.holder import Holder
+from paceline.engines.ray.transport.incoming import GivenUp, Incoming, timed
+from paceline.engines.ray.transport.link import Address
+from paceline.learners.base import (
+    Array,
+    Changed,
+    EarlyReplica,
+    Final,
+    Layout,
+    Learner,
+    Outcome,
+    Replica,
+    Span,
+)
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
@@ -50,6 +62,7 @@ class Place:
     node: str
     pid: int
     started: str  # distinguishes the process from a later one with the same pid
+    address: Address | None = None  # of its direct transport
 
 
 class Answer(NamedTuple):
@@ -125,7 +138,7 @@ class Gone(Exception):
     """The requested object is no longer here."""
 
 
-class Worker:
+class Worker(Holder):
     """Computes tasks. `actor_class` wraps it by `ray.remote`, so this stays a plain class."""
 
     def __init__(
@@ -141,8 +154,7 @@ class Worker:
         self._uplink: Uplink | None = None
         self._down: Codec | None = None
         self._copy: Array | None = None  # of the model, if only its changes are sent
-        self._trained = 0
-        self._carriers: Carriers = {}
+        self._layout = Layout(0)
         self._computing: Token | None = None
         self._incoming: Incoming | None = None  # the model of the task that it computes
         # The last two models, by version: a server whose node is lost starts from one of them.
@@ -150,12 +162,13 @@ class Worker:
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
 
-    def set_up(self, given: Given, seed: int, carriers: Carriers) -> Place:
-        """Build the replica of a learner on its data shards, and forget an earlier one."""
-        learner, tiles, codec, self._down, layout = given
-        self._trained = layout.trained
+    def set_up(self, given: Given, seed: int, secret: bytes | None) -> Place:
+        """Build the replica of a learner on its data shards, and forget an earlier one.
+
+        secret: of the processes that may connect to this one; None: slices go by Ray's stores.
+        """
+        learner, tiles, codec, self._down, self._layout = given
         self._copy = None
-        self._carriers = carriers
         self._models.clear()
         self._incoming = self._uplink = None
         self._replica = None  # frees its memory first
@@ -164,8 +177,9 @@ class Worker:
         if codec is not None:
             from paceline.codecs.uplink import Uplink
 
-            self._uplink = Uplink(codec, self._trained, layout.tensors)
-        return self._place()
+            self._uplink = Uplink(codec, self._layout.trained, self._layout.tensors)
+        address = self._open(secret)
+        return replace(self._place(), address=address)
 
     def compute(
         self,
@@ -199,19 +213,17 @@ class Worker:
         return _reply(token, outcome, self._clock() - begin, packed.nbytes)
 
     def compute_slices(self, order: Order, model: Sequence[Any]) -> tuple[Any, ...]:
-        """Compute a task on slices of a model that may still be in flight; return the reply, and
-        the slices of its vector as separate objects. The two cuts may differ.
+        """Compute a task on slices of a model that may still be in flight.
 
-        order: the task; tasks whose results no step has used; the nodes of the model's slices; both
-        cuts; whether to hold the model in case the node of a server is lost; the seconds to wait
-        for the model.
+        Return the reply, and the slices of its vector as separate objects. The two cuts may differ.
+        order: the task; tasks whose results no step has used; both cuts. Then whether to hold the
+        model in case a server is lost with its slice; the seconds to wait for the model.
         """
-        token, task, (unused, nodes, cut, spans, hold, timeout) = unpack(order)
+        token, task, (unused, cut, spans, hold, timeout) = unpack(order)
         self._refund(unused)
         begin = self._clock()
         self._computing = token
-        coming = ask(model, nodes, self._carriers)
-        incoming = self._incoming = Incoming(coming, timeout, self._clock)
+        incoming = self._incoming = Incoming(model, timeout, self._clock)
         if self._abandoned == token:
             incoming.give_up()
 
@@ -220,11 +232,11 @@ class Worker:
             return self._abandoned != token and self._clock() < until
 
         try:
-            outcome = self._compute(incoming, task, proceed)
+            model_slices = self._opened(incoming, cut)
+            outcome = self._compute(model_slices, task, proceed, self._early(task, spans))
         except GivenUp:
             return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
-        except ray.exceptions.RayError:
-            self._carriers = {}  # one of them may be lost; the stores work as well
+        except (ray.exceptions.RayError, Changed):  # to be computed again
             lost: Reply = (tuple(token), None, None, 0.0, {}, None, None)
             return lost, *(None for _ in spans)
         finally:
@@ -234,7 +246,7 @@ class Worker:
             for old in sorted(self._models)[:-2]:
                 del self._models[old]
         seconds = self._clock() - begin - incoming.waited
-        vector = outcome.vector
+        vector = None if self._abandoned == token else outcome.vector  # nobody waits for it
         needed = [covering(span, task.work.messages) for span in spans]
         told = Outcome(None, outcome.samples, outcome.stats)
         if vector is None:
@@ -255,11 +267,22 @@ class Worker:
             from paceline.codecs.downlink import moved
 
             assert self._copy is not None and self._down is not None
-            model = moved(self._copy, changes, self._down, self._trained)
+            model = moved(self._copy, changes, self._down, self._layout.trained)
         assert model is not None
         if self._down is not None:
+            (model,) = self._opened([model], [(0, self._layout.size)])
             self._copy = model
         return model
+
+    def _opened(self, slices: Iterable[Array], cut: Sequence[Span]) -> Iterator[Array]:
+        """Yield slices of the model as their values, from the form in which they were sent."""
+        if self._down is None:
+            yield from slices
+            return
+        from paceline.codecs.downlink import opened
+
+        for piece, (start, stop) in zip(slices, cut, strict=True):
+            yield opened(piece, self._down, (start, stop), self._layout.trained)
 
     def _send(
         self, vector: Array, task: Task, spans: Sequence[Span], model: Array | None = None
@@ -272,10 +295,30 @@ class Worker:
             self._uplink.refund(tasks)
 
     def _compute(
-        self, model: Iterable[Array], task: Task, proceed: Callable[[int], bool]
+        self,
+        model: Iterable[Array],
+        task: Task,
+        proceed: Callable[[int], bool],
+        final: Final | None = None,
     ) -> Outcome:
         assert self._replica is not None
+        if isinstance(self._replica, EarlyReplica):
+            self._replica.final = final
         return self._replica.compute(model, task, proceed)
+
+    def _early(self, task: Task, spans: Sequence[Span]) -> Final | None:
+        """Return what pushes parts of a vector before it is complete, or None if none can be."""
+        sending = self._sending
+        if sending is None or not sending.wanted or self._uplink is not None or task.work.parts:
+            return None
+
+        def push(vector: Array, part: Span) -> None:
+            for index, (start, stop) in enumerate(spans):
+                low, high = max(part[0], start), min(part[1], stop)
+                if low < high:
+                    sending.send(index, vector[low:high], (low - start, stop - start))
+
+        return push
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def holds(self) -> list[int]:
@@ -344,8 +387,10 @@ def start_time(pid: int) -> str:
 
 def actor_class(kind: type, **options: Any) -> Any:
     """Return the actor class of a worker or a server. Ray's own restarts and retries are off: they
-    would apply a result twice or hide a fault."""
+    would apply a result twice or hide a fault. So are its task events, which cost CPU with every
+    call: the journal has them all."""
     return ray.remote(
+        enable_task_events=False,
         concurrency_groups={"control": 1, "report": 1},
         max_restarts=0,
         max_task_retries=0,

@@ -132,6 +132,8 @@ def configuration(header: Header) -> dict[str, Plain]:
         "message_bytes": header.message_bytes,
         "driven": header.policy,  # with its MinWorkers and Until
     }
+    if (written := nested.pop("written", None)) is not None:
+        nested["policy"] = written
     if header.prices.charges_hours or header.prices.charges_bytes:
         nested["prices"] = asdict(header.prices)
     if header.tiles:

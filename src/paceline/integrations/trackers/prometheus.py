@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-from ray.util.metrics import Counter, Gauge
-
+from paceline.core.extras import require_ray
 from paceline.integrations.trackers.base import Tracker
 from paceline.integrations.trackers.figures import FIGURES, WORKER_FIGURES
 from paceline.report.callbacks import Live, Progress
@@ -36,6 +34,7 @@ class Prometheus(Tracker):
 
     def __init__(self, run: str = "paceline", clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._ray = _ray()  # now, so that a missing package raises at once
         self._tags, self._clock = {"run": run}, clock
         self._updated = -_SECONDS
         self._metrics: dict[str, Any] = {}
@@ -43,7 +42,7 @@ class Prometheus(Tracker):
 
     def targets(self) -> list[str]:
         """Return the addresses of the metrics of this cluster's nodes, "host:port" each."""
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
         return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
 
     def stepped(self, progress: Progress) -> None:
@@ -54,7 +53,7 @@ class Prometheus(Tracker):
 
     def _open(self, live: Live) -> None:
         engine = str((live.header.about or {}).get("engine"))
-        if not engine.startswith("Ray(") and not ray.is_initialized():
+        if not engine.startswith("Ray(") and not self._ray.is_initialized():
             raise RuntimeError(
                 "pl.trackers.Prometheus exports its metrics through Ray, which is not running, "
                 f"and the engine is {engine}: train on pl.Ray(…), or call ray.init() first"
@@ -63,12 +62,12 @@ class Prometheus(Tracker):
         self._metrics, self._told, self._updated = {}, {}, -_SECONDS
 
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._metrics = self._metrics or _metrics()
+        self._metrics = self._metrics or _metrics(self._ray.util.metrics)
         for name, value in figures.items():
             own, _, worker = name.partition("/")
             if own in self._metrics:  # a metric of a worker
                 self._metrics[own].set(value, {**self._tags, "worker": worker})
-            elif isinstance(metric := self._metrics[name], Gauge):
+            elif isinstance(metric := self._metrics[name], self._ray.util.metrics.Gauge):
                 metric.set(value, self._tags)
             elif (more := value - self._told.get(name, 0.0)) > 0:
                 metric.inc(more, self._tags)
@@ -78,12 +77,20 @@ class Prometheus(Tracker):
         """Leave the metrics as they are: Ray releases them itself."""
 
 
-def _metrics() -> dict[str, Any]:
+def _ray() -> Any:
+    require_ray()
+    import ray
+    import ray.util.metrics
+
+    return ray
+
+
+def _metrics(of_ray: Any) -> dict[str, Any]:
     """Return a new Ray metric for each figure."""
     found: dict[str, Any] = {}
     for figure in FIGURES:
-        kind = Counter if figure.grows else Gauge
+        kind = of_ray.Counter if figure.grows else of_ray.Gauge
         found[figure.name] = kind(figure.metric, figure.about, tag_keys=("run",))
     for each in WORKER_FIGURES:
-        found[each.name] = Gauge(each.metric, each.about, tag_keys=("run", "worker"))
+        found[each.name] = of_ray.Gauge(each.metric, each.about, tag_keys=("run", "worker"))
     return found

@@ -70,8 +70,8 @@ class Curvature:
     cost: of the measurement, in gradients of one sample.
     intervals: of 95 % for "noise" and "gradient_norm". Those of "top" and "bottom" contain an
         eigenvalue; the true top is never below its interval, the true bottom never above. That of
-        "typical" is between the neighbors of the value found (Chebyshev, Markov and Stieltjes);
-        it is wide if most eigenvalues are close to 0, as in large nets.
+        "typical" is between the neighbors of the value found (Chebyshev, Markov and Stieltjes).
+        It is wide if most eigenvalues are close to 0, as in large nets.
     by: how products with the Hessian were computed: "exact", "double backward" or "differences of
         gradients".
     """
@@ -164,9 +164,9 @@ def lanczos(
     """Return eigenvalues of a symmetric matrix, their shares of its spectrum, and error bounds.
 
     Each value is within its error bound of a true eigenvalue; the largest and the smallest found
-    are never beyond the true ones. The shares are the squared first components, whose expectation
-    over random starts is a quadrature of the spectral density (Ubaru, Chen and Saad, 2017; for
-    deep nets Ghorbani et al., 2019, arXiv 1901.10159). Each vector is made orthogonal to all
+    are never beyond the true ones. The shares are the squared first components. Their expectation
+    over random starts is a quadrature of the spectral density (Ubaru, Chen and Saad, 2017). For
+    deep nets see Ghorbani et al., 2019, arXiv 1901.10159. Each vector is made orthogonal to all
     before it, twice, since rounding would bring converged directions back. It stops early when the
     budget is over, and raises `NoCurvature` if that is before six steps.
     """

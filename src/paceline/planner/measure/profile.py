@@ -63,9 +63,9 @@ class Surface:
         steps and the loss after them.
     pull: curvatures, each with its share of the squared gradient; empty if unknown.
     plain: whether noise is equal in all directions and at all models, as that of `Quadratic`.
-        Otherwise it is in proportion to curvature, and to the loss: exactly so in a least squares
-        problem whose residuals are independent of the data, and nearly so in problems that can be
-        interpolated.
+        Otherwise it is in proportion to curvature, and to the loss. This is exact in a least
+        squares problem whose residuals are independent of the data. It is nearly so in problems
+        that can be interpolated.
     """
 
     loss: float

@@ -42,7 +42,7 @@ def root(damping: float, kernel: Kernel) -> complex:
     """Return the rightmost root of s + a K(s) = 0, the one with Im s >= 0.
 
     If the kernel cannot be continued beyond its abscissa, and no root is right of it, return 0.99
-    of the abscissa: the tail of the delays then decides, and the mean decays at least as fast.
+    of the abscissa. The tail of the delays then decides, and the mean decays at least as fast.
     """
     if not (isfinite(damping) and damping > 0):
         raise ValueError(

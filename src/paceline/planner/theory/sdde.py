@@ -78,8 +78,9 @@ def boundary(kernel: Kernel) -> float:
 def best_gain(kernel: Kernel) -> Best:
     """Return the gain at which the mean decays fastest.
 
-    Up to a = max r / E exp(rX) exactly one root is right of -r, and it is real: critical damping,
-    where E exp(rX) (1 - rX) = 0. At larger gains the rate falls, except for very unequal delays.
+    Up to a = max r / E exp(rX) exactly one root is right of -r, and it is real. This is critical
+    damping, where E exp(rX) (1 - rX) = 0. At larger gains the rate falls, except for very unequal
+    delays.
 
     >>> from paceline.planner.theory.kernels import fixed
     >>> best_gain(fixed(2.0))
@@ -127,8 +128,8 @@ def best_gain(kernel: Kernel) -> Best:
 def variance(damping: float, kernel: Kernel, noise: float = 1.0) -> float:
     """Return the stationary variance for noise σ² per second; `inf` if the mean diverges.
 
-    V = (σ²/π) ∫ dω / |iω + a K(iω)|² over ω > 0. A fixed delay gives (σ²/2a) (1 + sin x) / cos x
-    (Küchler and Mensch, 1992), and an exponential one (σ²/2a) (1 + x), where x = a E X.
+    V = (σ²/π) ∫ dω / |iω + a K(iω)|² over ω > 0. Let x = a E X. A fixed delay gives
+    (σ²/2a) (1 + sin x) / cos x (Küchler and Mensch, 1992), and an exponential one (σ²/2a) (1 + x).
     """
     mean = kernel.mean
     x = damping * mean

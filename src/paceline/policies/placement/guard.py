@@ -64,8 +64,8 @@ class Guard:
 
         owner: the number of each tile's worker.
 
-        Only disconnected workers can have a debt beyond the bound, and that part is written off:
-        a result with more weight than all others of some steps would do more harm than good.
+        Only disconnected workers can have a debt beyond the bound, and that part is written off.
+        A result with more weight than all others of some steps would do more harm than good.
         """
         owed = np.bincount(owner, self.owed, workers)
         due = np.bincount(owner, self.due, workers)

@@ -34,8 +34,8 @@ class Placed:
     tiles: the partition of the data. If tiles move, use many more tiles than workers, all alike in
         content, so that any worker may own any tile (`partition.balanced(…, shares=64)`).
     move: whether tiles move to other workers when speeds change and when their worker is lost. A
-        worker then has tiles in proportion to its speed, and tasks in proportion to its tiles:
-        up to one step's samples, every sample is used once before any is used again. Otherwise
+        worker then has tiles in proportion to its speed, and tasks in proportion to its tiles.
+        Up to one step's samples, every sample is used once before any is used again. Otherwise
         tiles stay with their worker, speed sets the size of tasks, and results are weighted by
         the worker's fraction of the data.
     owners: the initial tiles of each worker; by default equal numbers of tiles, in order.

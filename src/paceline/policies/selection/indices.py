@@ -45,12 +45,12 @@ class Means:
 class KL(Means):
     """Returns the least mean q for which T * KL(estimate, q) <= g: exact tails, without a scale.
 
-    For exponential times q = mean / r with r - 1 - ln r = g / T (the closed form of kl-UCB,
-    Garivier and Cappé, 2011, arXiv 1102.2490, for means to be minimized).
+    For exponential times q = mean / r with r - 1 - ln r = g / T. This is the closed form of kl-UCB
+    (Garivier and Cappé, 2011, arXiv 1102.2490), for means to be minimized.
 
     shape: the shape of Weibull times, whose power `shape` is exponential. A shape above 1 is for
-        times that vary less than exponential ones, and needs fewer trials: 3.7 if the deviation
-        is 0.3 of the mean.
+        times that vary less than exponential ones, and needs fewer trials. It is 3.7 if the
+        deviation is 0.3 of the mean.
     caution: g = ln(rounds) + caution * ln ln(rounds); proofs need 3, 0 does better.
     """
 
@@ -120,7 +120,7 @@ class SubExponential(Means):
     """Subtracts max(sqrt(2 nu^2 g / T), 2 alpha g / T), g = 4 ln(rounds), from the mean.
 
     For times with E exp(s (X - mean)) <= exp(s^2 nu^2 / 2) for |s| <= 1 / alpha, in seconds a
-    sample; exponential times of mean m have nu = alpha = 2 m.
+    sample. Exponential times of mean m have nu = alpha = 2 m.
     """
 
     nu: float
@@ -141,9 +141,9 @@ class SubExponential(Means):
 class Bounded(Means):
     """Subtracts the smaller of Hoeffding's and the empirical Bernstein radius from the mean.
 
-    For times of any distribution, of at most `most` seconds a sample: most * sqrt(g / 2T), and
-    sqrt(2 V g / T) + 3 most g / T with the measured variance V (Audibert, Munos, Szepesvári,
-    2009), g = 4 ln(rounds).
+    For times of any distribution, of at most `most` seconds a sample. With
+    g = 4 ln(rounds), Hoeffding's radius is most * sqrt(g / 2T). The other is
+    sqrt(2 V g / T) + 3 most g / T with the measured variance V (Audibert, Munos, Szepesvári, 2009).
     """
 
     most: float

@@ -125,7 +125,7 @@ class Learned:
 class Bandit(Learned):
     """Gives tasks to the workers with the least expected time, or cost.
 
-    A combinatorial bandit after Egger, Bitar, Wachter-Zeh and Gündüz (arXiv 2202.08302): the
+    A combinatorial bandit after Egger, Bitar, Wachter-Zeh and Gündüz (arXiv 2202.08302). The
     number of tasks is the number of results wanted, and the step waits for all of them.
 
     index: the degree of optimism about workers with few trials: `KL`, `Thompson`, `LCB`, …
@@ -188,7 +188,7 @@ class Bandit(Learned):
 class Allocate(Learned):
     """Distributes the k shares of a step so that the expected time of the last result is least.
 
-    Task allocation after ATA (Maranjyan, Saad, Richtárik, Orabona, 2025, arXiv 2502.00775): a
+    Task allocation after ATA (Maranjyan, Saad, Richtárik, Orabona, 2025, arXiv 2502.00775). A
     fast worker gets several of the k shares as one task, and a slow worker gets none. Here k may
     exceed the number of workers; more shares allow a finer division.
     The arguments are those of `Bandit`.

@@ -55,15 +55,21 @@ class Big:
     more: str = ""
 
 
-def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | None = None) -> str:
+def page(
+    record: Record,
+    journals: Sequence[str] = (),
+    changes: Sequence[str] | None = None,
+    advice: str = "",
+) -> str:
     """Return the page of a run.
 
     journals: the names of the journal files.
     changes: the changes by replanning, None if they are not known.
+    advice: what to change, if it is known.
     """
     header, meter = record.header, record.meter
     about = dict(header.about or {})
-    policy = str(about.get("policy", header.policy)) or "an unknown policy"
+    policy = header.written or "an unknown policy"
     engine = str(about.get("engine", "")) or "an unknown engine"
     steps = len(meter.columns["step"])
     forecast = about.get("forecast")
@@ -73,6 +79,7 @@ def page(record: Record, journals: Sequence[str] = (), changes: Sequence[str] | 
         engine=engine.partition("(")[0],
         workers=number(len(record.workers), "node" if record.is_decentralized else "worker"),
         sentences=three(record),
+        advice=advice,
         warnings=warnings(record),
         numbers=_numbers(record),
         summary=_text(record),
@@ -109,13 +116,14 @@ def write_page(
     record: Record,
     journals: Sequence[str] = (),
     changes: Sequence[str] | None = None,
+    advice: str = "",
 ) -> Path:
     """Write the page of a run and return its path."""
     target = Path(path)
     if target.resolve() in [Path(name).resolve() for name in journals]:
         raise ValueError(f"{path} is the journal itself; give another name, such as run.html")
     with whole(target) as partial:
-        partial.write_text(page(record, journals, changes), encoding="utf-8")
+        partial.write_text(page(record, journals, changes, advice), encoding="utf-8")
     return target
 
 

@@ -18,7 +18,8 @@ from paceline.report.text import in_bytes, in_dollars
 from paceline.report.words import in_time
 from paceline.report.workers import Tally
 
-_SHOWN = ("policy", "engine", "seed", "versions", "forecast", "codec", "model_codec", "batch_size")
+_SHOWN = {"policy", "written", "engine", "seed", "batch_size", "codec", "model_codec"}
+_SHOWN |= {"versions", "forecast"}
 
 
 def workers_table(record: Record) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def settings(record: Record, about: Mapping[str, Any], engine: str) -> list[tupl
     """Return all settings that are needed to repeat the run."""
     header = record.header
     found = [
-        ("policy", str(about.get("policy", header.policy))),
+        ("policy", header.written),
         ("engine", engine),
         ("seed", str(about.get("seed", "not known"))),
         ("batch size", f"{header.batch:,}"),

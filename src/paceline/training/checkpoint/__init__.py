@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,15 @@ from paceline.core.logs import logger_of
 from paceline.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
+    SLICED,
+    STATE,
     Exported,
     Files,
     Snapshot,
     check_exported,
     fill,
+    state_text,
+    write_manifest,
 )
 from paceline.training.checkpoint.files import contiguous as _contiguous
 from paceline.training.checkpoint.files import digest as _digest
@@ -41,7 +46,9 @@ __all__ = [
     "_digest",
     "exists",
     "newest",
+    "put_in_place",
     "read",
+    "seal",
     "write",
 ]
 _PREFIX = "step-"
@@ -55,7 +62,8 @@ class Checkpoints:
     path: a folder, or the URL of a store that fsspec knows: "s3://bucket/run".
     keep: the number of newest checkpoints to keep; older ones are deleted.
     options: for a store, the arguments of its fsspec file system.
-    timeout: the longest time in seconds to move a file to or from a store.
+    timeout: the longest time in seconds to move a file to or from a store, or for servers to write
+        a checkpoint.
     key: a secret that signs checkpoints; checkpoints without this signature are refused.
     """
 
@@ -126,6 +134,16 @@ class Checkpoints:
                 f"{self.place(snapshot.step)} cannot be written: {error}"
             ) from error
 
+    def slices(self, step: int) -> Path:
+        """Make a folder in which servers write the slices of a checkpoint.
+
+        Its name is used once: a server that is late may still write into it.
+        """
+        folder = self.folder(step)
+        made = folder.with_name(f".{folder.name}.slices-{secrets.token_hex(4)}")
+        made.mkdir(parents=True)
+        return made
+
     def prune(self) -> None:
         if self.is_remote:
             store = self._store
@@ -184,6 +202,29 @@ def write(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None =
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise
+    put_in_place(partial, folder)
+
+
+def seal(
+    made: Path, snapshot: Snapshot, files: Mapping[str, str], key: bytes | None = None
+) -> None:
+    """Add the rest to a folder that has the model, and the state in slices.
+
+    files: the hash of each file that is there, and flushed.
+    """
+    (made / STATE).write_text(state_text(snapshot))
+    write_manifest(made, SLICED, snapshot.step, {**files, STATE: _digest(made / STATE)}, key)
+    written = {STATE, MANIFEST}
+    for file in made.iterdir():
+        if file.name in written:
+            _flush(file)
+        elif file.name not in files:
+            file.unlink()
+    _flush(made)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename a complete checkpoint; a crash at any moment leaves this one or the one before."""
     aside = _aside(folder)
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():

@@ -17,12 +17,16 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save, save_file
+from safetensors.numpy import save_file
 
 from paceline.core.errors import CheckpointError
 from paceline.learners.base import Array, Saved
+from paceline.training.checkpoint.kinds import Kind, is_array, kind_of
+from paceline.training.checkpoint.slices import in_order, joined_arrays, joined_kinds
 
 FORMAT = 3
+SLICED = 4
+"""The format with a state file for each slice; everything else is as in `FORMAT`."""
 MANIFEST, MODEL, ARRAYS, STATE = (
     "manifest.json",
     "model.safetensors",
@@ -44,8 +48,6 @@ class Snapshot:
     engine: Saved | None
 
 
-Kind = tuple[str, tuple[int, ...]]
-"""The dtype of an array, as safetensors names it, and its shape."""
 Exported: TypeAlias = Mapping[str, Any]
 """The tensors of a model by name: all numpy's, or all torch's, which has bfloat16 and others."""
 
@@ -53,24 +55,35 @@ Exported: TypeAlias = Mapping[str, Any]
 def fill(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None = None) -> None:
     """Write the files of a checkpoint into an empty folder, the manifest last."""
     arrays = {f"server/{name}": array for name, array in snapshot.server.arrays.items()}
-    data: dict[str, Any] = {
-        "step": snapshot.step,
-        "about": snapshot.about,
-        "coordinator": snapshot.coordinator,
-        "server": snapshot.server.data,
-        "engine": None,
-    }
     if snapshot.engine is not None:
         arrays |= {f"engine/{name}": array for name, array in snapshot.engine.arrays.items()}
-        data["engine"] = snapshot.engine.data
     try:
         save_model(model, folder / MODEL)
         save_file(contiguous(arrays), folder / ARRAYS)
     except SafetensorError as error:  # raised for a full disk too
         raise OSError(f"{folder}: {error}") from error
-    (folder / STATE).write_text(json.dumps(data, allow_nan=False))
+    (folder / STATE).write_text(state_text(snapshot))
     files = {name: digest(folder / name) for name in (MODEL, STATE, ARRAYS)}
-    manifest: dict[str, Any] = {"format": FORMAT, "step": snapshot.step, "sha256": files}
+    write_manifest(folder, FORMAT, snapshot.step, files, key)
+
+
+def state_text(snapshot: Snapshot) -> str:
+    """Return the part of a snapshot that is in no array, as JSON."""
+    data: dict[str, Any] = {
+        "step": snapshot.step,
+        "about": snapshot.about,
+        "coordinator": snapshot.coordinator,
+        "server": snapshot.server.data,
+        "engine": None if snapshot.engine is None else snapshot.engine.data,
+    }
+    return json.dumps(data, allow_nan=False)
+
+
+def write_manifest(
+    folder: Path, format: int, step: int, files: Mapping[str, str], key: bytes | None
+) -> None:
+    """Write the hashes of all files, with which a checkpoint is complete."""
+    manifest: dict[str, Any] = {"format": format, "step": step, "sha256": dict(files)}
     if key is not None:
         manifest["hmac"] = signature(manifest, key)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -82,7 +95,8 @@ class Files:
     def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self.folder = folder
         manifest = self._manifest(key)
-        for name in (MODEL, ARRAYS, STATE):
+        self._slices = self._slices_of(manifest)
+        for name in (MODEL, *(self._slices or [ARRAYS]), STATE):
             file = folder / name
             if not file.is_file() or digest(file) != manifest["sha256"].get(name):
                 raise CheckpointError(
@@ -99,17 +113,34 @@ class Files:
                 f"{folder} says step {manifest['step']} in its manifest and {data['step']} in its "
                 "state; use another checkpoint"
             )
+        if self._slices and data["engine"] is not None:
+            raise CheckpointError(
+                f"{folder} has slices, and the state of an engine, for which it has no file; use "
+                "another checkpoint"
+            )
         self.data: dict[str, Any] = data
         self.step: int = data["step"]
+
+    def _slices_of(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Return the names of the state files if there is one for each slice."""
+        if manifest["format"] != SLICED:
+            return []
+        try:
+            if found := in_order(manifest["sha256"]):
+                return found
+            raise ValueError("there are no slices")
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder} is incomplete: {error}") from error
 
     def _manifest(self, key: bytes | None) -> dict[str, Any]:
         file = self.folder / MANIFEST
         manifest = _parse(file)
         step, hashes = manifest.get("step"), manifest.get("sha256")
-        if manifest.get("format", FORMAT) != FORMAT:
+        if manifest.get("format", FORMAT) not in (FORMAT, SLICED):
             raise CheckpointError(
                 f"{self.folder} has format {manifest.get('format')}, and this paceline reads "
-                f"{FORMAT}; use the paceline that saved it, or start a new run from {MODEL}"
+                f"{FORMAT} and {SLICED}; use the paceline that saved it, or start a new run from "
+                f"{MODEL}"
             )
         if "format" not in manifest or type(step) is not int or not isinstance(hashes, dict):
             raise CheckpointError(f"{file} cannot be read: it must have format, step and sha256")
@@ -123,7 +154,12 @@ class Files:
         return manifest
 
     def kinds(self, name: str) -> dict[str, Kind]:
-        """Return dtype and shape of the arrays in a file; read its header only."""
+        """Return dtype and shape of the arrays in a file, or in all slices; read headers only."""
+        if name == ARRAYS and self._slices:
+            try:
+                return joined_kinds([self.kinds(each) for each in self._slices])
+            except ValueError as error:
+                raise self._unreadable(name, error) from error
         try:
             with safe_open(self.folder / name, framework="np") as opened:
                 slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
@@ -143,9 +179,19 @@ class Files:
     def _unreadable(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self.folder / name} cannot be read: {error}")
 
+    def _state(self) -> dict[str, Array]:
+        """Return the arrays of the state, joined from slices if there are some."""
+        if not self._slices:
+            return dict(self.arrays(ARRAYS))
+        kinds = self.kinds(ARRAYS)
+        try:
+            return joined_arrays([self.folder / name for name in self._slices], kinds)
+        except Exception as error:
+            raise self._unreadable(ARRAYS, error) from error
+
     def snapshot(self) -> Snapshot:
         """Return the snapshot, with its arrays loaded."""
-        arrays, data, engine = dict(self.arrays(ARRAYS)), self.data, None
+        arrays, data, engine = self._state(), self.data, None
         if data["engine"] is not None:
             engine = Saved(_under("engine/", arrays), data["engine"])
         server = Saved(_under("server/", arrays), data["server"])
@@ -154,7 +200,7 @@ class Files:
 
 def save_model(model: Exported, file: Path) -> None:
     """Write a model's tensors, each in its own dtype."""
-    if all(map(_is_array, model.values())):
+    if all(map(is_array, model.values())):
         save_file(contiguous(model), file)
         return
     from safetensors.torch import save_file as save_tensors
@@ -172,27 +218,6 @@ def check_exported(model: Exported) -> None:
                 f"{name!r} of the model cannot be saved ({type(error).__name__}: {error}); make it "
                 "a dense tensor of a dtype that safetensors has, or leave checkpoints= out"
             ) from error
-
-
-def kind_of(tensor: Any) -> Kind:
-    """Return dtype and shape as `Files.kinds` does, by serializing the first value."""
-    first = written(tensor.reshape(-1)[:1])
-    header = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])
-    return header[""]["dtype"], tuple(tensor.shape)
-
-
-def written(tensor: Any) -> bytes:
-    """Return the serialized array or tensor, to compare values of any dtype."""
-    if _is_array(tensor):
-        return save({"": np.asarray(tensor, order="C")})
-    from safetensors.torch import save as save_tensor
-
-    found: bytes = save_tensor({"": tensor.contiguous()})
-    return found
-
-
-def _is_array(tensor: Any) -> bool:
-    return isinstance(tensor, np.ndarray | np.generic)
 
 
 def contiguous(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from paceline.core.errors import CheckpointError
 from paceline.training.checkpoint.files import ARRAYS, MANIFEST, MODEL, STATE
+from paceline.training.checkpoint.slices import is_slice
 
 T = TypeVar("T")
 _overdue: dict[str, threading.Thread] = {}
@@ -65,12 +66,21 @@ class Store:
 
     def get(self, folder: Path) -> None:
         """Download those files of a checkpoint that exist."""
-        for file in (MANIFEST, STATE, MODEL, ARRAYS):
+        for file in (MANIFEST, STATE, MODEL, ARRAYS, *self._slices(self._root)):
             move = partial(self._system.get_file, f"{self._root}/{file}", str(folder / file))
             try:
                 self._do(f"reading {file}", move, self._timeout)
             except FileNotFoundError:  # `Files` reports it later
                 (folder / file).unlink(missing_ok=True)
+
+    def _slices(self, place: str) -> list[str]:
+        """Return the state files of slices, which a checkpoint has that was copied here."""
+        try:
+            files: list[str] = self._do("listing", partial(self._system.find, place))
+        except FileNotFoundError:
+            return []
+        names = [file.rpartition("/")[2] for file in files]
+        return sorted(name for name in names if is_slice(name))
 
     def has(self, name: str) -> bool:
         self._system.invalidate_cache()
@@ -90,7 +100,8 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that it never counts as complete."""
-        for file in (MANIFEST, STATE, MODEL, ARRAYS):
+        slices = self._slices(f"{self._root}/{name}")
+        for file in (MANIFEST, STATE, MODEL, ARRAYS, *slices):
             try:
                 self._do("deleting", partial(self._system.rm_file, f"{self._root}/{name}/{file}"))
             except FileNotFoundError:

@@ -22,7 +22,8 @@ from paceline.core.protocol import Result, Task
 from paceline.core.schema import SchemaError, same_kind
 from paceline.core.state import decode
 from paceline.learners.base import Saved, Server
-from paceline.training.checkpoint.files import ARRAYS, MODEL, Files, Kind, kind_of, written
+from paceline.training.checkpoint.files import ARRAYS, MODEL, Files
+from paceline.training.checkpoint.kinds import Kind, kind_of, written
 
 
 def check_server(server: Server, files: Files) -> None:

@@ -143,7 +143,7 @@ def test_the_configuration_is_flat() -> None:
         kept, codec=pl.codecs.Half(), prices=pl.Prices(per_hour={"w0": 1.0, "w1": 2.0, "w2": 3.0})
     )
     given = kept.given
-    assert given["policy"] == "Gather(k=2)"
+    assert given["policy"] == "k_sync(2)"
     assert given["seed"] == 3
     assert given["batch_size"] == 6
     assert given["codec"] == "Half()"

@@ -68,7 +68,7 @@ def test_what_is_written_is_what_the_run_did(uri: str) -> None:
         assert [each.value for each in history] == run.metrics[column].tolist()
     assert found.data.metrics["worker_speed/w2"] > 0
     assert "train/epoch" not in found.data.metrics
-    assert found.data.params["policy"] == "Gather(k=2)"
+    assert found.data.params["policy"] == "k_sync(2)"
     assert found.data.params["seed"] == "0"
     assert found.data.tags["ended"] == "120 steps taken"
     assert found.data.tags["team"] == "vision"

@@ -48,12 +48,12 @@ def test_what_is_written_is_what_the_run_did(tmp_path: Path) -> None:
         assert [each.value for each in scalars] == run.metrics[column].astype(np.float32).tolist()
     assert found.Scalars("worker_speed/w2")[-1].value > 0
     assert "train/epoch" not in found.Tags()["scalars"]
-    assert "|policy|Gather(k=2)|" in text(found, "run/configuration")
+    assert "|policy|k_sync(2)|" in text(found, "run/configuration")
     assert text(found, "run/ended").startswith("6 steps taken\n\n```\n6 steps in ")
     # What the page of hyperparameters is made of.
     content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     started = HParamsPluginData.FromString(content).session_start_info
-    assert started.hparams["policy"].string_value == "Gather(k=2)"
+    assert started.hparams["policy"].string_value == "k_sync(2)"
     assert started.hparams["batch_size"].number_value == 6
 
 

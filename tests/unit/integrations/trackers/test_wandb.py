@@ -79,7 +79,7 @@ def test_what_is_written_is_what_the_run_did(tmp_path: Path) -> None:
         assert [row[name] for row in history] == run.metrics[column].tolist()
     assert history[-1]["worker_speed/w2"] > 0
     assert "train/epoch" not in history[-1]
-    assert (config["policy"], config["seed"], config["mine"]) == ("Gather(k=2)", 0, 5)
+    assert (config["policy"], config["seed"], config["mine"]) == ("k_sync(2)", 0, 5)
     assert summary["ended"] == "5 steps taken"
     assert summary["report"] == run.summary()
     assert codes == [0]

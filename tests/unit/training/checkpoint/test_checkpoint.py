@@ -170,12 +170,14 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: str) -> No
         read(folder)
 
 
-@pytest.mark.parametrize("format", [1, 4])
+@pytest.mark.parametrize("format", [1, 5])
 def test_another_format_is_refused(tmp_path: Path, format: int) -> None:
     folder = saved(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": format}))
-    told = f"has format {format}, and this paceline reads 3; use the paceline that saved it, or "
+    told = (
+        f"has format {format}, and this paceline reads 3 and 4; use the paceline that saved it, or "
+    )
     with pytest.raises(CheckpointError, match=told + "start a new run from model.safetensors"):
         read(folder)
 

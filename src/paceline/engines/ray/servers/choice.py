@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from paceline.engines.base import Job
-
-if TYPE_CHECKING:  # which needs torch
-    from paceline.codecs.base import Codec
 
 Servers: TypeAlias = 'Literal["driver", "spread"] | int | None'
 """The processes that keep the model: see `Ray`."""
@@ -46,23 +43,18 @@ def _wanted(given: Servers, job: Job, nodes: int) -> int:
 
 def _only_driver(job: Job) -> str | None:
     """Return why servers cannot keep the model of a job."""
-    if job.model_codec is not None:
+    if job.codec is None and job.model_codec is None:
+        return None  # without torch
+    from paceline.codecs.base import Elementwise, TwoEnded
+
+    if job.model_codec is not None and not isinstance(job.model_codec, Elementwise):
         return (
-            f"model_codec={job.model_codec}: servers publish slices of the model as they "
-            "are; use Ray(servers='driver') with it, or leave it out"
+            f"model_codec={job.model_codec}: with servers a model travels as its values; use "
+            "BFloat16() or Half(), or Ray(servers='driver') with this codec"
         )
-    if _is_two_ended(job.codec):
+    if isinstance(job.codec, TwoEnded):
         return (
             f"codec={job.codec}: servers see the results that a step uses, and would miss "
             "the others' messages; use Ray(servers='driver') with it, or another codec"
         )
     return None
-
-
-def _is_two_ended(codec: Codec | None) -> bool:
-    """Return whether a codec needs the receiver to read every message."""
-    if codec is None:
-        return False
-    from paceline.codecs.base import TwoEnded
-
-    return isinstance(codec, TwoEnded)

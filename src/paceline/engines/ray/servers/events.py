@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from paceline.core.protocol import Stat, Task
+from paceline.engines.base import Writing
 from paceline.engines.ray.servers.slices import (
     Copy,
     Kept,
@@ -35,13 +36,11 @@ class Pieces:
     """The pieces of a step's results that meet one slice.
 
     at: where the pieces of each result go in the slice; None if each result comes as one.
-    nodes: of each piece, the node whose carrier brings it; None: the stores do.
     results, slices: of each piece its result, and that result's slices as they are sent now.
     """
 
     at: list[list[Span]] | None
     refs: list[Any]
-    nodes: list[str | None]
     results: list[Result]
     slices: list[Sequence[Any]]
 
@@ -119,6 +118,19 @@ class GiveState:
     index: int
     version: int
     state: Object = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class WriteSlice:
+    """Have a server write a slice and its state into a file."""
+
+    server: str
+    version: int
+    file: str
+    writing: Writing = field(compare=False, repr=False)
+    token: str = field(compare=False, repr=False)
+    timeout: float = field(compare=False, repr=False)
+    copy: Copy = field(compare=False, repr=False)
 
 
 # --- calls to workers ----------------------------------------------------------------------------
@@ -219,7 +231,7 @@ class Refuse:
 ServerCall: TypeAlias = SetUp | TakeStep | Reduce | Apply
 WorkerCall: TypeAlias = AskHeld | ReadHeld | Probe
 Request: TypeAlias = Replace | Remove | Add | Trust | Report | Ship | Redo | Refuse
-Call: TypeAlias = ServerCall | KeepState | GiveState | WorkerCall | Request
+Call: TypeAlias = ServerCall | KeepState | GiveState | WriteSlice | WorkerCall | Request
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -321,7 +333,28 @@ class ModelMissed:
     """A worker could not get its model."""
 
 
+@dataclass(frozen=True)
+class SliceWritten:
+    """A server has written a slice.
+
+    data: the part of its state that is in no array.
+    """
+
+    call: WriteSlice
+    sha256: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SliceNotWritten:
+    """A server could not write a slice, was lost, or did not answer in time."""
+
+    call: WriteSlice
+    why: str
+
+
 SlotEvent: TypeAlias = (
     Started | Reduced | StepTaken | StateKept | HeldTold | CopyLost | ResultsUnusable
 )
-Event: TypeAlias = SlotEvent | Probed | ServerLost | ServerRaised | ModelMissed
+FileEvent: TypeAlias = SliceWritten | SliceNotWritten
+Event: TypeAlias = SlotEvent | FileEvent | Probed | ServerLost | ServerRaised | ModelMissed

@@ -14,8 +14,9 @@ from paceline.learners.base import Layout
 class Settings:
     """The settings of a job, which stay constant.
 
-    carriers: the nodes that have a carrier.
-    carried_bytes: a carrier brings slices of more bytes than the first, and at most the second.
+    itemsize: the bytes of a value of the model on its way.
+    rounded: whether workers get rounded values only. The exact values are then a part of the state.
+    direct: whether results are in the process of their worker, and are lost with it.
     """
 
     layout: Layout
@@ -23,8 +24,8 @@ class Settings:
     needs_totals: bool
     wants: frozenset[Want]
     timeout: float
-    carriers: Collection[str] = ()
-    carried_bytes: tuple[int, int] = (0, 0)
+    direct: bool = False
+    rounded: bool = False
 
 
 class Fleet(Protocol):

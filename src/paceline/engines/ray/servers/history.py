@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.engines.ray.servers.slices import Slot, Step, Version
 
@@ -37,17 +37,24 @@ class History:
         self.base = self.last
         self.log.clear()
 
-    def forget(self, slots: Sequence[Slot], several: bool, limit: int) -> None:
+    def forget(
+        self,
+        slots: Sequence[Slot],
+        several: bool,
+        is_safe: Callable[[Slot, int], bool],
+        limit: int,
+    ) -> None:
         """Drop the steps that no server has to take again.
 
         several: whether servers are on several nodes, so that one of them can be lost.
+        is_safe: whether a slice of a version, or of a later one, is on a second node.
         limit: the number of steps beyond which the oldest ones go in any case.
         """
         while self.log and self.log[0].model.whole:
             number = self.log[0].version
-            safe = all(slot.held >= number and number in slot.states for slot in slots)
+            safe = all(is_safe(slot, number) for slot in slots)
             if several and not safe and len(self.log) <= limit:
-                return
+                break
             self.base = self.log.popleft().model
         for slot in slots:
             slot.states = {v: s for v, s in slot.states.items() if v >= self.base.number}

@@ -65,6 +65,10 @@ def slow_nodes(
     return slow
 
 
+def _length(slot: Slot) -> int:
+    return max(slot.span[1] - slot.span[0], 1)
+
+
 class Links:
     """Counts steps with slow links, and decides which server is left out or taken back."""
 
@@ -72,13 +76,17 @@ class Links:
         self.left_out: dict[str, LeftOut] = {}
 
     def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> None:
-        """Count for each server the steps in a row in which its node's link was slow."""
+        """Count for each server the steps in a row in which its node's link was slow.
+
+        The times of a shorter slice are scaled to the length of the longest.
+        """
         sources = [result.node for result in step.results]
-        arrivals = [
-            (node(slot), step.done[slot.index])
-            for slot in slots
-            if len(step.done[slot.index]) == len(sources)
-        ]
+        longest = max(_length(slot) for slot in slots)
+        arrivals = []
+        for slot in slots:
+            if len(seconds := step.done[slot.index]) == len(sources):
+                scale = longest / _length(slot)
+                arrivals.append((node(slot), [scale * each for each in seconds]))
         slow = slow_nodes(sources, arrivals)
         for slot in slots:
             if (is_slow := slow.get(node(slot))) is not None:

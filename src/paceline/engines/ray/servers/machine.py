@@ -23,11 +23,14 @@ from paceline.engines.ray.servers.events import (
     ServerLost,
     ServerRaised,
     Ship,
+    SliceNotWritten,
+    SliceWritten,
     SlotEvent,
     Started,
     StateKept,
     StepTaken,
 )
+from paceline.engines.ray.servers.files import Files
 from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.placement import Placement
@@ -61,7 +64,9 @@ class Machine:
         self.results, self.links = Results(), Links()
         self.steps = Steps(settings, fleet, do, self.links, copies)
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
-        self.recovery = Recovery(self.steps, self.results, self.routes, placement, fleet, do)
+        around = self.routes, placement, fleet, do
+        self.recovery = Recovery(settings, self.steps, self.results, *around)
+        self.files = Files(settings.layout, self.steps, do)
 
     def start(self) -> None:
         """Set all servers up."""
@@ -118,6 +123,10 @@ class Machine:
             case ModelMissed():
                 self.recovery.recover_idle()
                 self.routes.check()
+            case SliceWritten():
+                self.files.written(event)
+            case SliceNotWritten():
+                self.files.not_written(event)
             case _:
                 if self.steps.has(event.call.slot):  # an answer may be of the cut before
                     self._handle_for_slot(event)
@@ -166,6 +175,7 @@ class Machine:
 
     def _advance(self) -> None:
         """Send the next step to the servers, if they are done with the one before."""
+        self.files.advance()  # the next step replaces what it refers to
         if not self.steps.is_due():
             return
         if (slow := self.links.slow(self.steps.slots)) is not None:

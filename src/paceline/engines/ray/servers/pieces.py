@@ -7,16 +7,14 @@ from typing import Any
 
 from paceline.codes.blocks import covering
 from paceline.engines.ray.servers.events import Pieces
-from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.slices import Step
 from paceline.learners.base import Span
 
 
-def pieces_of(step: Step, within: Span, settings: Settings) -> Pieces:
+def pieces_of(step: Step, within: Span) -> Pieces:
     """Return the pieces of a step's results that meet a slice."""
     at: list[list[Span]] = []
     refs: list[Any] = []
-    nodes: list[str | None] = []
     cuts: dict[tuple[int, int], tuple[list[Span], int, int]] = {}
     fitting = True
     for result in step.results:
@@ -35,23 +33,13 @@ def pieces_of(step: Step, within: Span, settings: Settings) -> Pieces:
         places, first, after = cuts[key]
         at.append(places)
         refs += result.slices[first:after]
-        if settings.carriers:
-            nodes += [carrier_of(place, result.node, settings) for place in places]
     results = [result for result, each in zip(step.results, at, strict=True) for _ in each]
     return Pieces(
         None if fitting else at,
         refs,
-        nodes or [None] * len(refs),
         results,
         [result.slices for result in results],
     )
-
-
-def carrier_of(span: Span, node: str, settings: Settings) -> str | None:
-    """Return the node if its carrier brings a slice, None if the stores do."""
-    low, high = settings.carried_bytes
-    size = (span[1] - span[0]) * settings.itemsize
-    return node if node in settings.carriers and low < size <= high else None
 
 
 def _stop(span: Span) -> int:

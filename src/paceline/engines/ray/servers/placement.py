@@ -33,9 +33,12 @@ class Placement:
     def choose(self, name: str, alive: Collection[str]) -> str | None:
         """Return the node for a new process of a server, and count it there; None if none is alive.
 
-        Of the worker nodes that reach all others: not the one where the server failed last; the
-        fewest other servers; the node where the server was, since its copies are in that node's
-        store; the order of the nodes.
+        Candidates are the worker nodes that reach all others. The criteria, in this order:
+
+        - not the node where the server failed last;
+        - the fewest other servers;
+        - the node where the server was, since its copies are in that node's store;
+        - the order of the nodes.
         """
         nodes = self._candidates(alive)
         count = Counter(node for other, node in self.nodes.items() if other != name)

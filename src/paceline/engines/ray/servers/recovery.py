@@ -2,9 +2,10 @@
 
 When a server is lost, another process takes over its slice, and repeats the missing steps. Until
 then the version is not whole, so that no step is ever half taken. Two cases differ. If only the
-process is lost, the next one starts from the newest slice and state: both are in its node's store
+process is lost, the next one starts from the newest slice and state. Both are in its node's store
 and belong to the driver. If the node is lost, a worker elsewhere holds the slice from its last
-task, and a server elsewhere keeps the optimizer's state.
+task, and a server elsewhere keeps the optimizer's state. Workers that get rounded values only hold
+nothing: the exact values are then a part of the state.
 
 If a result is lost with a node, any worker computes it again: a task gives the same result on every
 worker. The same holds for a result that a server refuses; its worker is then replaced.
@@ -36,10 +37,18 @@ from paceline.engines.ray.servers.events import (
     Started,
     Way,
 )
-from paceline.engines.ray.servers.fleet import Fleet
+from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.routes import Routes
-from paceline.engines.ray.servers.slices import Copy, Kept, Object, Result, Results, Slot
+from paceline.engines.ray.servers.slices import (
+    Copy,
+    Kept,
+    Object,
+    Result,
+    Results,
+    Slot,
+    Version,
+)
 from paceline.engines.ray.servers.steps import Do, Steps
 
 logger = logger_of(__name__)
@@ -60,6 +69,7 @@ class Recovery:
 
     def __init__(
         self,
+        settings: Settings,
         steps: Steps,
         results: Results,
         routes: Routes,
@@ -67,6 +77,7 @@ class Recovery:
         fleet: Fleet,
         do: Do,
     ) -> None:
+        self._direct, self._rounded = settings.direct, settings.rounded
         self._steps, self._results, self._routes = steps, results, routes
         self._placement, self._fleet, self._do = placement, fleet, do
         self.failure: Exception | None = None
@@ -98,14 +109,13 @@ class Recovery:
         call, steps = event.call, self._steps
         slot, index = call.slot, call.slot.index
         steps.starting.discard(index)
-        node = steps.node(slot)
-        slot.newest = Copy(call.version, [slot.span], [call.values, call.state], node)
+        slot.newest = steps.copy_of(slot, call.version, call.values, call.state)
         steps.copy_state(slot, event.has_arrays)
         for version in steps.history.versions():
             same = version.spans[index : index + 1] == [slot.span]
             if version.number == call.version and same:
                 # The former server's objects may be on another node, and be lost with it.
-                version.slices[index], version.nodes[index] = call.values, None
+                version.slices[index] = call.values
                 version.missing.discard(index)
         steps.feed(slot)
 
@@ -119,7 +129,7 @@ class Recovery:
         for other in steps.slots:  # states that it kept are gone; the originals are not
             kept = {v: state for v, state in other.states.items() if not _is_with(state, server)}
             if len(kept) < len(other.states):
-                other.states = kept
+                other.states, other.copying = kept, False
                 steps.copy_state(other, True)
         self._do(Replace(server))
         if not self._fleet.has(server):
@@ -190,38 +200,55 @@ class Recovery:
         self.set_up(slot)
 
     def _rescue(self, slot: Slot) -> None:
-        """Ask all workers for the newest version of a slice on the nodes that are left."""
+        """Search the nodes that are left for the newest version of a slice."""
         self._steps.starting.add(slot.index)
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
-        self._do(AskHeld(slot.server, slot))
+        if self._rounded:
+            self._start_elsewhere(slot, dict.fromkeys(slot.states, ""))
+        else:
+            self._do(AskHeld(slot.server, slot))
 
     def rescued(self, event: HeldTold) -> None:
-        """Start from the newest version that has both a worker's slice and a kept state."""
-        slot, history = event.call.slot, self._steps.history
-        found = [
-            (version, worker)
-            for worker, versions in event.versions.items()
-            for version in versions
-            if version >= history.base.number and version in slot.states
-        ]
+        """Start from a slice that a worker holds."""
+        holders: dict[int, str] = {}
+        for worker, versions in event.versions.items():
+            for version in versions:
+                holders.setdefault(version, worker)
+        self._start_elsewhere(event.call.slot, holders)
+
+    def _start_elsewhere(self, slot: Slot, holders: Mapping[int, str]) -> None:
+        """Start from the newest version that has both values and a kept state.
+
+        holders: the workers that hold the values, by version; "" if the state has them.
+        """
+        history = self._steps.history
+        found = [v for v in holders if v >= history.base.number and v in slot.states]
         if not found:
             raise self.fail(
-                f"the node of server {slot.server} is lost, and no worker has a version of its "
-                f"slice from {history.base.number} on; resume from a checkpoint"
+                f"the node of server {slot.server} is lost, and no other node has a version of "
+                f"its slice from {history.base.number} on; resume from a checkpoint"
             )
-        newest, worker = max(found, key=lambda pair: pair[0])
-        state = slot.states[newest]
+        newest = max(found)
+        state, values = slot.states[newest], Object()
         if isinstance(state, Kept):
             keeper, state = state.server, Object()
             self._do(GiveState(keeper, slot.index, newest, state))
-        values = Object()
-        self._do(ReadHeld(worker, newest, slot.span, values))
-        for version in history.versions():
+        if holders[newest]:
+            self._do(ReadHeld(holders[newest], newest, slot.span, values))
+        for version in self._versions():
             same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
             if version.number < newest or not same:
                 version.gone = True
-        self._start_from(slot, Copy(newest, [slot.span], [values, state], rescued=True))
+        copy = self._steps.copy_of(slot, newest, values, state)
+        self._start_from(slot, replace(copy, node=None, rescued=True))
+
+    def _versions(self) -> list[Version]:
+        """Return the versions that a server or a worker may still ask for."""
+        steps, results = self._steps, self._results
+        taken = [result for step in (*steps.history.log, *steps.waiting) for result in step.results]
+        found = [*taken, *results.held.values(), *results.expected.values()]
+        return [*steps.history.versions(), *(result.model for result in found)]
 
     def copy_lost(self, event: CopyLost) -> None:
         slot = event.call.slot
@@ -245,7 +272,9 @@ class Recovery:
         bad = {of[i].task.id: (of[i], why) for i, why in event.bad.items() if i in current}
         missing = [of[i] for i in (*event.lost, *event.late) if i in current]
         again = [result for result, _ in bad.values()]
-        again += [result for result in missing if result.node not in alive]
+        # With direct transport, a result is lost with the process of its worker.
+        lost = {of[i].task.id for i in event.lost} if self._direct else set()
+        again += [r for r in missing if r.node not in alive or r.task.id in lost]
         if missing and not again:  # its node is there, or not yet known to be lost
             slot.attempts += 1
             if slot.attempts > ATTEMPTS:

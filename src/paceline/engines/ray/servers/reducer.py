@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from paceline.core.protocol import Coefficients, Task, TaskId, Want
+from paceline.engines.base import Writer
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.servers.events import ModelMissed
 from paceline.engines.ray.servers.recovery import ATTEMPTS
+from paceline.engines.ray.servers.server import joined, parted
 from paceline.engines.ray.servers.shell import Callbacks, Processes, Shell
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Version
+from paceline.engines.ray.servers.writer import writer_into
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Saved, Server, Span
 
 if TYPE_CHECKING:  # which needs torch
-    from paceline.codecs.base import Codec
+    from paceline.codecs.base import Codec, Elementwise
 
 _FEW_NODES = 16  # up to which all pairs are probed before the start: 120 pairs
 
@@ -37,13 +41,16 @@ class ShardedReducer:
         wants: frozenset[Want],
         processes: Processes,
         callbacks: Callbacks,
-        codec: Codec | None = None,
+        codecs: tuple[Codec | None, Codec | None] = (None, None),
     ) -> None:
+        """codecs: of results, and of models."""
         self._server, self._processes = server, processes
         self._workers, self._cluster = processes.workers, processes.servers.cluster
         self._calls, self._timeout = processes.calls, processes.timeout
         self._settled = version  # the version that the job's own server has
-        shell = Shell(server, wants, processes, callbacks, codec)
+        self._model_codec = cast("Elementwise | None", codecs[1])  # `server_count` refuses others
+        self._sizes: dict[int, int] = {}  # bytes of an encoded model, by the number of slices
+        shell = Shell(server, wants, processes, callbacks, (codecs[0], self._model_codec))
         self._transfers = shell.transfers
         self.machine = shell.machine(self._cut(version), wants)
         self.machine.start()
@@ -55,9 +62,8 @@ class ShardedReducer:
         spans = layout.spans(len(self._processes.servers.members))
         for name, span in zip(self._processes.servers.members, spans, strict=True):
             part = layout.cut([((0, layout.size), saved)], span)
-            arrays = {key: array for key, array in part.arrays.items() if key != "values"}
-            refs = cluster.put(part.arrays["values"]), cluster.put((arrays, dict(part.data)))
-            copies[name] = Copy(version, [span], [Object(ref) for ref in refs])
+            parts = parted(part, self._model_codec is not None)
+            copies[name] = Copy(version, [span], [Object(cluster.put(each)) for each in parts])
         return copies
 
     def wait(self) -> None:
@@ -67,32 +73,76 @@ class ShardedReducer:
         while self.machine.steps.starting or self._transfers.running:
             self._calls.wait(self._cluster.clock() + self._processes.start_timeout)
 
+    def unreachable(self) -> str | None:
+        """Return why slices cannot go from process to process, or None if they can."""
+        servers, workers = self._processes.servers, self._workers
+        members = workers.members.values(), servers.members.values()
+        asked = self._processes.transport.unreachable(*members)
+        try:
+            reasons = self._cluster.get(asked, self._processes.start_timeout)
+        except ray.exceptions.RayError as error:
+            return str(error)
+        return next((reason for reason in reasons if reason is not None), None)
+
     # --- requests of the engine ------------------------------------------------------------------
 
-    def dispatch(self, member: Member, token: Token, task: Task, model: Version) -> Any:
+    def dispatch(
+        self, member: Member, token: Token, task: Task, model: Version, again: bool = False
+    ) -> Any:
         assert member.place is not None
         steps = self.machine.steps
         spans = steps.spans
-        cuts = model.nodes, model.spans, spans
-        others = member.refunds, *cuts, steps.several, self._timeout / 2
-        reply, *slices = member.actor.compute_slices.options(num_returns=1 + len(spans)).remote(
-            pack(token, task, *others), [each.ref for each in model.slices if each is not None]
+        hold = steps.several and self._model_codec is None
+        others = member.refunds, model.spans, spans, hold, self._timeout / 2
+        slices = [each for each in model.slices if each is not None]
+        refs = [each.ref if again else each.nearest for each in slices]
+        servers = [self._processes.servers.members[slot.server] for slot in steps.slots]
+        to, count = servers if member.pushes else (), len(spans)
+        given = pack(token, task, *others), refs
+        reply, pieces = self._processes.transport.call(
+            member, task.version + 1, to, "compute_slices", count, *given
         )
-        member.refunds = []
+        member.refunds, member.model_bytes = [], self._model_bytes(model)
         node, m = member.place.node, task.work.messages
-        self.machine.expect(Result(token, task, model, spans, slices, node, m))
+        self.machine.expect(Result(token, task, model, spans, pieces, node, m))
         return reply
 
+    def _model_bytes(self, model: Version) -> int | None:
+        """Return the bytes of a model on its way, if it is encoded."""
+        if self._model_codec is None:
+            return None
+        if len(model.spans) not in self._sizes:
+            from paceline.codecs.downlink import rounded_bytes
+
+            trained, item = self._server.layout.trained, self._server.vector.itemsize
+            sizes = (rounded_bytes(self._model_codec, span, trained, item) for span in model.spans)
+            self._sizes[len(model.spans)] = sum(sizes)
+        return self._sizes[len(model.spans)]
+
     def accept(self, answer: Answer) -> bool:
-        return self.machine.accept(answer.token, answer.samples or 0, answer.stats.get("loss"))
+        token, loss = answer.token, answer.stats.get("loss")
+        accepted = self.machine.accept(token, answer.samples or 0, loss)
+        if not accepted and answer.norm is not None:  # its vector came for nothing
+            self._use(token, False)
+        return accepted
+
+    def _use(self, token: Token, used: bool) -> None:
+        """Have a worker push its next result only if its last one was used."""
+        member = self._workers.members.get(token.worker)
+        if member is not None:
+            member.pushes = used
 
     def vector(self, task: TaskId) -> None:
         return None  # its slices are on the servers; the worker reports its norm
 
     def drop(self, task: TaskId, lost: bool = False) -> None:
+        if (unused := self.machine.results.held.get(task)) is not None:
+            self._use(unused.token, False)
         self.machine.drop(task, lost)
 
     def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+        for task in weights:
+            self._use(self.machine.results.held[task].token, True)
         self.machine.step(weights, keep)
 
     def publish(self) -> Version:
@@ -126,6 +176,9 @@ class ShardedReducer:
                 "attempts; resume from a checkpoint"
             )
 
+    def writer(self, folder: Path) -> Writer | None:
+        return writer_into(folder, self.machine, self._processes)
+
     def _gather(self) -> None:
         """Bring the newest slices and states to the job's own server."""
         steps, layout = self.machine.steps, self._server.layout
@@ -144,12 +197,12 @@ class ShardedReducer:
                     f"{self._timeout:g} s; check the link between them, or use a longer "
                     "Ray(timeout=…)"
                 ) from error
-            for span, values, (arrays, data) in zip(
-                copy.spans, found[0::2], found[1::2], strict=True
-            ):
+            for span, saved in zip(copy.spans, joined(found, len(copy.spans)), strict=True):
+                values = saved.arrays["values"]
                 vector[span[0] : span[1]] = values  # in place: the whole may be large
                 if not any(span == known for known, _ in parts):
-                    parts.append((span, Saved({"values": values[:0], **arrays}, data)))
+                    rest = {**saved.arrays, "values": values[:0]}
+                    parts.append((span, Saved(rest, saved.data)))
         state = layout.cut(sorted(parts, key=_start), (0, layout.size))
         self._server.load(Saved({**state.arrays, "values": vector}, state.data))
         self._settled = steps.model.number

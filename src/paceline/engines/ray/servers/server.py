@@ -9,38 +9,47 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import ray
 
 from paceline.codes.blocks import covering, decoded
 from paceline.core.protocol import Coefficients, Stat
+from paceline.engines import low_priority
 from paceline.engines.checks import NOT_FINITE, norm_of
-from paceline.engines.ray.carrier import Carriers, Incoming, ask
+from paceline.engines.ray.servers.shared_folder import answer, check_seen
+from paceline.engines.ray.transport.holder import Holder
+from paceline.engines.ray.transport.incoming import Incoming
+from paceline.engines.ray.transport.link import Address
+from paceline.engines.ray.transport.refs import Held
 from paceline.engines.ray.worker import Gone, Place, factors_of, here
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
+from paceline.learners.tensor_file import entry_of, write
 
 if TYPE_CHECKING:  # which needs torch
-    from paceline.codecs.base import Codec
+    from paceline.codecs.base import Codec, Elementwise
 
 State: TypeAlias = tuple[dict[str, Array], dict[str, Any]]
-"""All of a shard's state but its values: arrays and plain data."""
+"""The state of a shard: arrays and plain data. It has the values if these are published rounded."""
 Done: TypeAlias = tuple[Sums, bool, list[float]]
 """The sums, whether there is state in arrays, and how many seconds each result took to arrive."""
 Pieces: TypeAlias = Sequence[Sequence[Span]] | None
 """Where in this slice the pieces of each result go; None if each comes as one."""
-Order: TypeAlias = tuple[
-    Sequence[Coefficients], Sequence[Stat], Pieces, Sequence[Any], Sequence[str | None], float
-]
-"""The results to add up: weights, wanted statistics, where pieces go, their references, the node
-whose carrier brings each, and the timeout in seconds."""
+Order: TypeAlias = tuple[Sequence[Coefficients], Sequence[Stat], Pieces, Sequence[Any], float]
+"""The results to add up: weights, wanted statistics, where pieces go, their references, and the
+timeout in seconds."""
 
 
 class Unusable(Exception):
-    """Pieces of results that a server cannot use, each by its place in the order: lost, not here
-    in time, or refused for the given reason."""
+    """Pieces of results that a server cannot use, each by its place in the order.
+
+    A piece is lost, not here in time, or refused for the given reason.
+    """
 
     def __init__(self, lost: Sequence[int], late: Sequence[int], bad: Mapping[int, str]) -> None:
         super().__init__(lost, late, bad)
@@ -51,7 +60,7 @@ class Unusable(Exception):
         return f"{len(self.lost)} pieces lost, {len(self.late)} late, {len(self.bad)} bad: {bad}"
 
 
-class Server:
+class Server(Holder):
     """Owns a slice. `actor_class` wraps it by `ray.remote`, so this stays a plain class."""
 
     def __init__(
@@ -64,13 +73,15 @@ class Server:
         self._shard: Shard | None = None
         self._span: Span = (0, 0)
         self._version = -1
-        self._carriers: Carriers = {}
         self._codec: Codec | None = None
+        self._model_codec: Elementwise | None = None
         self._trained = 0
         self._reduced = -1  # the version whose results are added up
         self._sums: Sums = {}
         self._seconds: list[float] = []
         self._kept: dict[int, dict[int, State]] = {}  # by slot and version
+        self._secret: bytes | None = None
+        self._address: Address | None = None
 
     def set_up(
         self,
@@ -78,26 +89,30 @@ class Server:
         layout: Layout,
         span: Span,
         version: int,
-        carriers: Carriers,
-        codec: Codec | None,
+        secret: bytes | None,
+        codecs: tuple[Codec | None, Elementwise | None],
         spans: Sequence[Span],
         *parts: Any,
     ) -> tuple[tuple[Place, bool], Array, State]:
-        """Take over a slice from the values and states, in turn, of slices that cover it."""
-        self._carriers, self._codec, self._trained = carriers, codec, layout.trained
+        """Take over a slice from the parts, in turn, of slices that cover it.
+
+        secret: of the processes that may connect to this one; None: slices go by Ray's stores.
+        codecs: of results, and of models.
+        """
+        (self._codec, self._model_codec), self._trained = codecs, layout.trained
         self._shard, self._reduced = None, -1  # frees the old memory first
         self._kept.clear()
         shard = recipe()
         if "torch" in sys.modules:  # bits do not depend on it: values are stepped one by one
             sys.modules["torch"].set_num_threads(self._threads)
-        saved = [
-            (at, Saved({"values": values, **arrays}, data))
-            for at, values, (arrays, data) in zip(spans, parts[0::2], parts[1::2], strict=True)
-        ]
+        saved = zip(spans, joined(parts, len(spans)), strict=True)
         shard.load(layout.cut([((at[0], at[1]), part) for at, part in saved], span))
         self._shard, self._span, self._version = shard, (span[0], span[1]), version
         state = self._state()
-        return (self._place(), bool(state[0])), shard.vector, state
+        if self._peer is None or secret != self._secret:  # otherwise others may ask for its objects
+            self._address, self._secret = self._open(secret), secret
+        place = replace(self._place(), address=self._address)
+        return (place, bool(state[0])), self._published(shard), state
 
     def step(self, version: int, order: Order) -> tuple[Done, Array, State]:
         """Take a whole step: add up the results, and let the optimizer step."""
@@ -110,13 +125,9 @@ class Server:
         a lower priority, and up to twice as late over a slow link.
         """
         shard = self._turn(version)
-        given, wants, at, refs, nodes, patience = order
+        given, wants, at, refs, patience = order
         weights = [factors_of(weight) for weight in given]
-        incoming = Incoming(ask(refs, nodes, self._carriers), patience, self._clock)
-        if self._carriers and incoming.fails() and incoming.failed()[0]:
-            # A carrier may be lost, and the stores work as well.
-            self._carriers = {}
-            incoming = Incoming(refs, patience, self._clock)
+        incoming = Incoming(refs, patience, self._clock)
         if incoming.fails():
             raise Unusable(*incoming.failed(), {})
         self._seconds = incoming.seconds
@@ -125,7 +136,7 @@ class Server:
         spans = [(0, stop - start)] * len(refs) if at is None else [s for each in at for s in each]
         pieces = self._checked(incoming.slices, spans, shard.vector.dtype)
         if at is not None:
-            pieces = list(_joined(np.empty(stop - start, shard.vector.dtype), at, pieces))
+            pieces = list(_put_together(np.empty(stop - start, shard.vector.dtype), at, pieces))
         factors, vectors = decoded(weights, pieces, self._span)
         self._sums = shard.reduce(factors, vectors, frozenset(wants))
         self._reduced = version
@@ -159,8 +170,8 @@ class Server:
         return received(packed, codec, (start + span[0], start + span[1]), self._trained)
 
     def apply(self, version: int, totals: Sums) -> tuple[Done, Array, State]:
-        """Step along the reduced results; return the entries of `Done`, the values, and the
-        optimizer's state."""
+        """Step along the reduced results; return the entries of `Done`, the values as they are
+        published, and the state."""
         shard = self._turn(version)
         if self._reduced != version:
             raise RuntimeError(
@@ -170,12 +181,16 @@ class Server:
         shard.apply(totals)
         self._version = version
         state = self._state()
-        return (self._sums, bool(state[0]), self._seconds), shard.vector, state
+        return (self._sums, bool(state[0]), self._seconds), self._published(shard), state
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def keep(self, slot: int, version: int, oldest: int, state: State) -> None:
-        """Keep the state of another server's slice in the store of this node."""
+    def keep(
+        self, slot: int, version: int, oldest: int, state: State | Held, timeout: float
+    ) -> None:
+        """Keep the state of another server's slice on this node."""
         kept = self._kept.setdefault(slot, {})
+        if isinstance(state, Held):
+            state = cast(State, state.future().result(timeout))
         kept[version] = state
         for each in [each for each in kept if each < oldest]:
             del kept[each]
@@ -187,11 +202,45 @@ class Server:
             raise Gone(f"the state of slice {slot} at version {version}")
         return self._kept[slot][version]
 
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def show(self, folder: str, token: str, name: str) -> None:
+        """Show the driver that this process reads and writes its folder."""
+        answer(Path(folder), token, name)
+
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def write(
+        self, path: str, token: str, refs: Sequence[Any], timeout: float
+    ) -> tuple[str, dict[str, Any]]:
+        """Write published values and their state into a file, beside the steps of this server.
+
+        Return the hash of the file, and the part of the state that is in no array.
+        """
+        check_seen(Path(path).parent, token)
+        (saved,) = joined([ref.future().result(timeout) for ref in refs], 1)
+        entries = [entry_of(f"server/{name}", array) for name, array in saved.arrays.items()]
+        found: Future[str] = Future()
+
+        def work() -> None:
+            try:
+                found.set_result(write(Path(path), entries))
+            except Exception as error:
+                found.set_exception(error)
+
+        low_priority.start(work, "paceline-slice")
+        return found.result(timeout), dict(saved.data)
+
     def _state(self) -> State:
         assert self._shard is not None
-        saved = self._shard.save()
-        arrays = {name: array for name, array in saved.arrays.items() if name != "values"}
-        return arrays, dict(saved.data)
+        state: State = parted(self._shard.save(), self._model_codec is not None)[-1]
+        return state
+
+    def _published(self, shard: Shard) -> Array:
+        """Return the values as workers get them."""
+        if self._model_codec is None:
+            return shard.vector
+        from paceline.codecs.downlink import rounded
+
+        return rounded(self._model_codec, shard.vector, self._span, self._trained)
 
     def _turn(self, version: int) -> Shard:
         """Refuse a step that is not the next one: no step is taken twice or left out."""
@@ -201,6 +250,27 @@ class Server:
                 "bug in the engine"
             )
         return self._shard
+
+
+def parted(saved: Saved, is_rounded: bool) -> tuple[Any, ...]:
+    """Return the parts of a slice from which a server can start: its values and its state.
+
+    If values are published rounded, it is the state alone, with the values in it.
+    """
+    arrays, data = dict(saved.arrays), dict(saved.data)
+    if is_rounded:
+        return ((arrays, data),)
+    values = arrays.pop("values")
+    return values, (arrays, data)
+
+
+def joined(parts: Sequence[Any], count: int) -> list[Saved]:
+    """Invert `parted` for the parts of `count` slices."""
+    each, found = len(parts) // count, []
+    for first in range(0, len(parts), each):
+        *values, (arrays, data) = parts[first : first + each]
+        found.append(Saved({"values": values[0], **arrays} if values else arrays, data))
+    return found
 
 
 def fault_of(piece: Any, size: int, dtype: Any) -> str | None:
@@ -213,7 +283,7 @@ def fault_of(piece: Any, size: int, dtype: Any) -> str | None:
     return None if isfinite(norm_of(piece)) else NOT_FINITE
 
 
-def _joined(like: Array, at: Sequence[Sequence[Span]], pieces: Sequence[Array]) -> Any:
+def _put_together(like: Array, at: Sequence[Sequence[Span]], pieces: Sequence[Array]) -> Any:
     """Yield the slice of each result, joined from pieces of another cut."""
     rest = iter(pieces)
     for places in at:

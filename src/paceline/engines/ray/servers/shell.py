@@ -16,10 +16,9 @@ import ray
 
 from paceline.core.protocol import Task, Want
 from paceline.engines.ray.calls import Calls
-from paceline.engines.ray.carrier import CARRIED_BYTES, Carriers
 from paceline.engines.ray.failures import reason_of
 from paceline.engines.ray.pool import Member, Pool
-from paceline.engines.ray.reducer import INLINE_BYTES, Stepped
+from paceline.engines.ray.reducer import Stepped
 from paceline.engines.ray.servers.events import (
     Add,
     Apply,
@@ -48,11 +47,14 @@ from paceline.engines.ray.servers.events import (
     ServerRaised,
     SetUp,
     Ship,
+    SliceNotWritten,
+    SliceWritten,
     Started,
     StateKept,
     StepTaken,
     TakeStep,
     Trust,
+    WriteSlice,
 )
 from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.machine import Machine
@@ -60,11 +62,12 @@ from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Unusable
 from paceline.engines.ray.servers.slices import Copy, Kept, Step, Version
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
+from paceline.engines.ray.transport.calls import Transport
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server
 
 if TYPE_CHECKING:  # which needs torch
-    from paceline.codecs.base import Codec
+    from paceline.codecs.base import Codec, Elementwise
 
 # The errors of a call that works on a lost object.
 _LOST = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, Gone, Unusable)
@@ -75,13 +78,15 @@ _SHORT = 10.0  # seconds for a small question to a worker
 class Processes:
     """The servers and workers of a job, and how to call them.
 
+    secret: of the processes that may connect to each other.
     timeout, start_timeout: seconds for a call, and for the start of a server.
     """
 
     servers: Pool
     placement: Placement
     workers: Pool
-    carriers: Carriers
+    transport: Transport
+    secret: bytes | None
     calls: Calls
     timeout: float
     start_timeout: float
@@ -155,12 +160,14 @@ class Shell:
         wants: frozenset[Want],
         processes: Processes,
         callbacks: Callbacks,
-        codec: Codec | None,
+        codecs: tuple[Codec | None, Elementwise | None],
     ) -> None:
-        self._server, self._wants, self._codec = server, sorted(wants, key=str), codec
+        """codecs: of results, and of models."""
+        self._server, self._wants, self._codecs = server, sorted(wants, key=str), codecs
         self._processes, self._callbacks = processes, callbacks
         self._pool, self._calls = processes.servers, processes.calls
         self._workers, self._timeout = processes.workers, processes.timeout
+        self._transport = processes.transport
         self.transfers = Transfers(processes.workers, processes.calls)
         self._machine: Callable[[], Machine | None] = lambda: None
 
@@ -169,15 +176,15 @@ class Shell:
 
         copies: of the slices at the start, by server.
         """
-        server, processes = self._server, self._processes
+        server, processes, model_codec = self._server, self._processes, self._codecs[1]
         settings = Settings(
             server.layout,
-            server.vector.itemsize,
+            (server.vector if model_codec is None else model_codec).dtype.itemsize,
             server.needs_totals,
             wants,
             processes.timeout,
-            processes.carriers,
-            (INLINE_BYTES, CARRIED_BYTES),
+            processes.transport.direct,
+            rounded=model_codec is not None,
         )
         fleet = RayFleet(processes, self.transfers)
         machine = Machine(settings, fleet, processes.placement, copies, self._make)
@@ -199,6 +206,8 @@ class Shell:
             case GiveState(keeper, index, version):
                 actor = self._pool.members[keeper].actor
                 call.state.ref = actor.give.remote(index, version)
+            case WriteSlice():
+                self._write(call)
             case AskHeld():
                 self._ask_held(call)
             case ReadHeld(worker, version, span):
@@ -238,24 +247,23 @@ class Shell:
                 timeout = self._processes.start_timeout
                 done, call.values.ref, call.state.ref = actor.set_up.options(num_returns=3).remote(
                     *(self._server.recipe(span), self._server.layout, span, version),
-                    *(self._processes.carriers, self._codec, copy.spans),
+                    *(self._processes.secret, self._codecs, copy.spans),
                     *(part.ref for part in copy.parts),
                 )
             case TakeStep(_, version, step=step, pieces=pieces):
-                done, call.values.ref, call.state.ref = actor.step.options(num_returns=3).remote(
-                    version, self._order(step, pieces)
-                )
+                made = member, version, call.values, call.state
+                order = self._order(step, pieces)
+                done = self._transport.publish(*made, "step", version, order)
             case Reduce(_, version, step=step, pieces=pieces):
                 done = actor.reduce.remote(version, self._order(step, pieces))
             case Apply(_, version, totals):
-                done, call.values.ref, call.state.ref = actor.apply.options(num_returns=3).remote(
-                    version, totals
-                )
+                made = member, version, call.values, call.state
+                done = self._transport.publish(*made, "apply", version, totals)
         self._await(call, member, done, timeout)
 
     def _order(self, step: Step, pieces: Pieces) -> tuple[Any, ...]:
         half = self._timeout / 2
-        return step.weights, self._wants, pieces.at, pieces.refs, pieces.nodes, half
+        return step.weights, self._wants, pieces.at, pieces.refs, half
 
     def _await(self, call: ServerCall, member: Member, ref: Any, timeout: float) -> None:
         """Report the answer, unless the server is lost before."""
@@ -288,8 +296,28 @@ class Shell:
             keeper = Kept(member.name, member.incarnation) if has else None
             self._handle(StateKept(call, keeper))
 
-        answer = member.actor.keep.remote(call.index, call.version, call.oldest, call.state.ref)
+        answer = member.actor.keep.remote(
+            *(call.index, call.version, call.oldest, call.state.nearest, self._timeout / 2)
+        )
         self._calls.add(answer, self._timeout, kept, kept)
+
+    def _write(self, call: WriteSlice) -> None:
+        """Have a slice written. A failure says nothing about the server's steps."""
+        actor = self._pool.members[call.server].actor
+
+        def answered(future: Future[Any]) -> None:
+            error = future.exception(timeout=0)
+            if error is None:
+                self._handle(SliceWritten(call, *future.result(timeout=0)))
+            else:
+                self._handle(SliceNotWritten(call, reason_of(error)))
+
+        def overdue() -> None:
+            self._handle(SliceNotWritten(call, f"it took longer than {call.timeout:g} s"))
+
+        path, refs = str(call.writing.folder / call.file), [part.ref for part in call.copy.parts]
+        answer = actor.write.remote(path, call.token, refs, call.timeout)
+        self._calls.add(answer, call.timeout, answered, overdue)
 
     def _ask_held(self, call: AskHeld) -> None:
         server, alive = self._pool.members[call.server], self._pool.cluster.nodes()

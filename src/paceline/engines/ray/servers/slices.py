@@ -18,9 +18,16 @@ class Object:
     """An object in the cluster's stores, named before the call that returns it is made.
 
     ref: the reference, which the shell sets when it makes the call.
+    held: a reference to the same object in the process that made it, if it can be asked directly.
     """
 
     ref: Any = None
+    held: Any = None
+
+    @property
+    def nearest(self) -> Any:
+        """The reference that brings the object in the shortest time."""
+        return self.ref if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,6 @@ class Version:
     number: int
     spans: Sequence[Span]
     slices: list[Object | None]
-    nodes: list[str | None]  # where a carrier has the slice
     taken: bool = False  # whether all servers have taken the step to it, lost ones as well
     missing: set[int] = field(default_factory=set)  # slices that were lost with their node
     gone: bool = False  # whether such a slice cannot be recovered
@@ -78,7 +84,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Copy:
-    """A slice as of some version: values and state, in turn, of the parts that cover it."""
+    """A slice as of some version.
+
+    parts: of each slice that covers it the values and the state, in turn; the state alone where it
+        has the values.
+    """
 
     version: int
     spans: Sequence[Span]
@@ -99,6 +109,7 @@ class Slot:
     held: int = -1  # the newest version that a worker on another node has
     states: dict[int, Object | Kept] = field(default_factory=dict)  # by version
     copied: int = -1  # the newest version whose state is elsewhere, if that was possible
+    copying: bool = False  # whether a state is on its way to another node
     attempts: int = 0
     slow: int = 0  # steps in a row
     raised: int = -1  # the version at which its former process raised an exception
@@ -118,6 +129,11 @@ class Step:
     totals: Sums | None = None
     done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds to each arrival
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all results were computed on the version that the step starts from."""
+        return all(result.model.number == self.version - 1 for result in self.results)
 
 
 @dataclass(eq=False)

@@ -27,9 +27,13 @@ from paceline.engines.ray.servers.events import (
 from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.history import History
 from paceline.engines.ray.servers.links import Links
-from paceline.engines.ray.servers.pieces import carrier_of, pieces_of
+from paceline.engines.ray.servers.pieces import pieces_of
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Slot, Step, Version
 from paceline.learners.base import Sums, add_up, mean_loss, statistics
+
+LAG = 3
+"""Versions by which the copy of a slice may be behind, if the exact values are a part of it. A step
+of 4 hosts then sends at most a twelfth of the exact model more; without a lag it is a quarter."""
 
 Do: TypeAlias = Callable[[Call], None]
 """Makes a call at once; the fleet shows its changes from then on."""
@@ -52,9 +56,9 @@ class Steps:
         ]
         self.starting: set[int] = set()  # slots whose server is not up
         self.waiting: deque[Step] = deque()  # steps not yet sent to servers
-        values: list[Object | None] = [copy.parts[0] for copy in copies.values()]
         version = self.slots[0].newest.version
-        self.model = Version(version, self.spans, values, [None] * len(values), taken=True)
+        unknown: list[Object | None] = [None] * len(copies)  # until the servers are up
+        self.model = Version(version, self.spans, unknown, taken=True)
         self.history = History(self.model)
 
     # --- the order of steps ----------------------------------------------------------------------
@@ -62,25 +66,35 @@ class Steps:
     def add(self, weights: Sequence[Coefficients], results: list[Result]) -> None:
         """Add a step along results, to be sent after those before it."""
         stats = mean_loss(weights, [result.loss for result in results])
-        self.model = Version(self.model.number + 1, [], [None], [])  # unknown until it is sent
+        self.model = Version(self.model.number + 1, [], [None])  # unknown until it is sent
         step = Step(self.model.number, list(weights), results, stats, self.model)
         self.waiting.append(step)
 
     def is_due(self) -> bool:
-        """Return whether servers are done with the step before, and its state is elsewhere."""
-        last = self.history.last
-        return (
-            bool(self.waiting)
-            and last.whole
-            and all(slot.copied >= last.number for slot in self.slots)
-        )
+        """Return whether servers are done with the step before, and enough is copied."""
+        if not self.waiting or not self.history.last.whole:
+            return False
+        needed = self._needed_copy()
+        return all(slot.copied >= needed for slot in self.slots)
+
+    def _needed_copy(self) -> int:
+        """Return the version that must be on a second node before the next step.
+
+        An older one will do if a server that starts from it can repeat all steps since. Results
+        that are lost with its node are computed again, so their models must not be older.
+        """
+        last, base = self.history.last.number, self.history.base.number
+        if not self._settings.rounded or not self.waiting[0].is_fresh:
+            return last
+        stale = [step.version for step in self.history.log if not step.is_fresh]
+        return max([base, last - LAG, *stale])
 
     def begin(self) -> None:
         """Send the next step to the servers."""
         step = self.waiting.popleft()
         count = len(self.slots)
         step.model.spans, step.states = self.spans, [None] * count
-        step.model.slices, step.model.nodes = [None] * count, [None] * count
+        step.model.slices = [None] * count
         self.history.log.append(step)
         for slot in self.slots:
             self.feed(slot)
@@ -96,7 +110,7 @@ class Steps:
                 self._send(step, slot)
 
     def _send(self, step: Step, slot: Slot) -> None:
-        pieces = pieces_of(step, slot.span, self._settings)
+        pieces = pieces_of(step, slot.span)
         if self._settings.needs_totals:
             self._do(Reduce(slot.server, step.version, slot, step, pieces))
         else:
@@ -122,8 +136,6 @@ class Steps:
         """Name the values and the state that a server is about to make."""
         values, state = Object(), Object()
         step.model.slices[slot.index], step.states[slot.index] = values, state
-        node = self.node(slot)
-        step.model.nodes[slot.index] = carrier_of(slot.span, node, self._settings)
         return values, state
 
     def taken(self, event: StepTaken) -> None:
@@ -132,7 +144,8 @@ class Steps:
         step.sums[slot.index], step.done[slot.index] = event.sums, event.seconds
         values, state = step.model.slices[slot.index], step.states[slot.index]
         assert values is not None and state is not None
-        slot.newest = Copy(step.version, [slot.span], [values, state], self.node(slot))
+        slot.newest = self.copy_of(slot, step.version, values, state)
+        step.states[slot.index] = None  # the newest one is enough
         slot.attempts, slot.raised = 0, -1
         self._do(Trust(slot.server))
         step.model.missing.discard(slot.index)
@@ -148,17 +161,27 @@ class Steps:
 
     # --- copies on other nodes -------------------------------------------------------------------
 
+    def copy_of(self, slot: Slot, version: int, values: Object, state: Object) -> Copy:
+        """Return the copy from which a server can start a slice again."""
+        parts = [state] if self._settings.rounded else [values, state]
+        return Copy(version, [slot.span], parts, self.node(slot))
+
     def copy_state(self, slot: Slot, has_arrays: bool) -> None:
-        """Have a server on another node keep the optimizer's state as of the newest step."""
-        version, state = slot.newest.version, slot.newest.parts[1]
+        """Have a server on another node keep the state as of the newest step.
+
+        If the state before is still on its way, this one follows when that has arrived.
+        """
+        version, state = slot.newest.version, slot.newest.parts[-1]
         keeper = self._keeper(slot)
         if not has_arrays:  # it is small, and in this process
             slot.states[version] = state
         if not has_arrays or keeper is None:
             slot.copied = version
             return
-        oldest = self.history.base.number
-        self._do(KeepState(keeper, slot.index, version, oldest, slot, state))
+        if not slot.copying:
+            slot.copying = True
+            oldest = self.history.base.number
+            self._do(KeepState(keeper, slot.index, version, oldest, slot, state))
 
     def state_kept(self, event: StateKept) -> None:
         slot, version = event.call.slot, event.call.version
@@ -166,6 +189,9 @@ class Steps:
             slot.states[version] = event.keeper
         slot.copied = max(slot.copied, version)  # if it failed, the next one may not
         self.forget()
+        slot.copying = False
+        if slot.newest.version > version:
+            self.copy_state(slot, True)
 
     def _keeper(self, slot: Slot) -> str | None:
         """Return the next server on another node."""
@@ -177,7 +203,14 @@ class Steps:
 
     def forget(self) -> None:
         """Drop the steps that no server has to take again."""
-        self.history.forget(self.slots, self.several, self._fleet.workers + 2)
+        limit = self._fleet.workers + LAG + 2
+        self.history.forget(self.slots, self.several, self._is_safe, limit)
+
+    def _is_safe(self, slot: Slot, number: int) -> bool:
+        """Return whether a slice of a version, or of a later one, is on a second node."""
+        if self._settings.rounded:
+            return any(version >= number for version in slot.states)
+        return slot.held >= number and number in slot.states
 
     # --- slots -----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ Asked = tuple[Any, ...]
 
 
 class Script:
-    """A machine of servers with two values each, and the fleet that it sees.
+    """A machine of servers with four values each, the first with two, and the fleet that it sees.
 
     servers, workers: their nodes.
     respawns: of all servers together.
@@ -50,16 +50,18 @@ class Script:
         workers: Mapping[str, str],
         totals: bool = False,
         respawns: int = 9,
+        rounded: bool = False,
     ) -> None:
         self.now, self.probing, self.respawns = 0.0, False, respawns
         self.nodes, self.worker_of, self.up = dict(servers), dict(workers), set[str]()
         self.lost: set[str] = set()
         self.calls: list[Call] = []
-        layout = Layout(2 * len(servers))
+        layout = Layout(4 * len(servers) - 2)
         spans = zip(servers, layout.spans(len(servers)), strict=True)
-        copies = {name: Copy(0, [span], [Object("v0"), Object("s0")]) for name, span in spans}
+        parts = [Object("s0")] if rounded else [Object("v0"), Object("s0")]
+        copies = {name: Copy(0, [span], parts) for name, span in spans}
         self.placement = Placement(servers, self.worker_nodes)
-        settings = Settings(layout, 8, totals, frozenset(), 20.0)
+        settings = Settings(layout, 8, totals, frozenset(), 20.0, rounded=rounded)
         self.machine = Machine(settings, self, self.placement, copies, self._do)
 
     # --- the fleet, as the machine sees it -------------------------------------------------------

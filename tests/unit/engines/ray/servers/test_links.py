@@ -13,7 +13,6 @@ import pytest
 
 from paceline.core.protocol import Task, Work
 from paceline.engines.ray.calls import Calls
-from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.links import SLOW_FACTOR, SLOW_SECONDS, Links, slow_nodes
 from paceline.engines.ray.servers.pieces import pieces_of
 from paceline.engines.ray.servers.slices import Copy, Result, Slot, Step, Version
@@ -59,9 +58,9 @@ def test_one_slow_node_of_four_is_found() -> None:
 
 def step_of(count: int) -> tuple[list[Slot], Step]:
     """So many slices and a step of as many results, all on nodes of their own."""
-    spans = Layout(4 * count).spans(count)
+    spans = Layout(4 * count - 2).spans(count)
     slots = [Slot(i, span, f"s{i}", Copy(0, [span], [])) for i, span in enumerate(spans)]
-    model = Version(0, spans, [], [])
+    model = Version(0, spans, [])
     results = [
         Result(
             Token("", f"w{i}", 0, i),
@@ -80,7 +79,15 @@ def step_of(count: int) -> tuple[list[Slot], Step]:
     return slots, Step(1, [1.0] * count, results, {}, model, done=done)
 
 
-SETTINGS = Settings(Layout(0), 8, False, frozenset(), 60.0)
+def test_a_slow_link_is_found_though_the_first_slice_is_shorter() -> None:
+    """A node at a tenth of the rate; each transfer takes as long as its bytes need."""
+    slots, step = step_of(4)
+    for slot in slots:
+        length = slot.span[1] - slot.span[0]
+        rates = [0.1 if "n3" in (f"n{slot.index}", r.node) else 1.0 for r in step.results]
+        step.done[slot.index] = [0.01 * length / rate for rate in rates]
+    Links().watch(step, slots, lambda slot: f"n{slot.index}")
+    assert [slot.slow for slot in slots] == [0, 0, 0, 1]
 
 
 def spent(count: int) -> float:
@@ -91,7 +98,7 @@ def spent(count: int) -> float:
         begin = time.process_time()
         Links().watch(step, slots, lambda slot: f"n{slot.index}")
         for slot in slots:
-            pieces_of(step, slot.span, SETTINGS)
+            pieces_of(step, slot.span)
         return time.process_time() - begin
 
     return min(once() for _ in range(5))
@@ -122,22 +129,15 @@ def test_the_drivers_work_per_step_grows_with_results_times_servers() -> None:
 
 def test_pieces_are_those_that_meet_the_slice_however_results_were_cut() -> None:
     slots, step = step_of(4)
-    others = [(0, 3), (3, 9), (9, 16)]
+    others = [(0, 3), (3, 9), (9, 14)]
     step.results[1].spans, step.results[1].slices = others, ["a", "b", "c"]
-    found = pieces_of(step, slots[2].span, SETTINGS)  # from 8 to 12
-    assert found.at == [[(0, 4)], [(-5, 1), (1, 8)], [(0, 4)], [(0, 4)]]
+    found = pieces_of(step, slots[2].span)  # from 6 to 10
+    assert found.at == [[(0, 4)], [(-3, 3), (3, 8)], [(0, 4)], [(0, 4)]]
     own = [result.slices[2] for result in step.results]
-    assert found.refs == [own[0], "b", "c", own[2], own[3]] and found.nodes == [None] * 5
+    assert found.refs == [own[0], "b", "c", own[2], own[3]]
     assert [result.task.id for result in found.results] == [0, 1, 1, 2, 3]
     step.results.pop(1)
-    assert pieces_of(step, slots[2].span, SETTINGS).at is None
-
-
-def test_a_carrier_brings_slices_that_are_neither_small_nor_large() -> None:
-    slots, step = step_of(2)
-    for limits, carried in (((31, 32), "n1"), ((32, 64), None), ((8, 31), None)):
-        settings = Settings(Layout(8), 8, False, frozenset(), 60.0, {"n1"}, limits)
-        assert pieces_of(step, slots[0].span, settings).nodes == [None, carried]
+    assert pieces_of(step, slots[2].span).at is None
 
 
 class Ref:

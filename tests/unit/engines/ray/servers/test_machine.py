@@ -52,7 +52,7 @@ def script(totals: bool = False, has_arrays: bool = False, respawns: int = 9) ->
 
 def test_a_step_with_two_servers() -> None:
     run = Script(SERVERS, WORKERS)
-    assert run.start() == [(SetUp, "s0", 0, (0, 2)), (SetUp, "s1", 0, (2, 4))]
+    assert run.start() == [(SetUp, "s0", 0, (0, 2)), (SetUp, "s1", 0, (2, 6))]
     assert run.started("s0") == [(Ship,)] and run.started("s1") == [(Ship,)]
     assert run.step("w0", "w1") == [(TakeStep, "s0", 1), (TakeStep, "s1", 1), (Ship,)]
     assert run.last(TakeStep, "s1").pieces.refs == ["100:2", "101:2"]
@@ -114,7 +114,7 @@ def test_a_server_lost_in_mid_step_takes_it_again_from_the_copy_in_its_store() -
     run.taken("s0")
     assert run.told(ServerLost("s1", "its process died")) == [
         (Replace, "s1"),
-        (SetUp, "s1", 0, (2, 4)),
+        (SetUp, "s1", 0, (2, 6)),
     ]
     assert run.started("s1", "B") == [(TakeStep, "s1", 1), (Ship,)]
     assert run.taken("s1") == [(Trust, "s1"), REPORTED, (Ship,)]
@@ -167,7 +167,7 @@ def test_states_that_a_lost_server_kept_are_kept_by_another() -> None:
     assert run.told(ServerLost("s1", "its process died")) == [
         (KeepState, "s2", 0, 1, 0),
         (Replace, "s1"),
-        (SetUp, "s1", 1, (2, 4)),
+        (SetUp, "s1", 1, (2, 6)),
     ]
 
 
@@ -176,7 +176,7 @@ def test_an_exception_replaces_a_server_and_the_same_one_again_reaches_the_user(
     run.step("w0")
     assert run.told(ServerRaised("s1", "it raised", error)) == [
         (Replace, "s1"),
-        (SetUp, "s1", 0, (2, 4)),
+        (SetUp, "s1", 0, (2, 6)),
     ]
     run.started("s1", "A")
     with pytest.raises(ZeroDivisionError):
@@ -217,8 +217,8 @@ def test_a_slice_lost_with_its_node_comes_from_a_worker_and_a_keeper() -> None:
     assert not run.machine.steps.model.whole
     assert run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0, 1]})) == [
         (GiveState, "s0", 1, 1),
-        (ReadHeld, "w0", 1, (2, 4)),
-        (SetUp, "s1", 1, (2, 4)),
+        (ReadHeld, "w0", 1, (2, 6)),
+        (SetUp, "s1", 1, (2, 6)),
     ]
     assert run.started("s1", "A") == [(TakeStep, "s1", 2), (Ship,)]
     assert run.taken("s1") == [(Trust, "s1"), (Ship,)]  # the step was reported before
@@ -240,13 +240,13 @@ def test_a_slice_is_recovered_at_a_version_whose_state_is_kept(is_kept: bool, ve
     run = two_steps(is_kept)
     run.told(ServerLost("s1", "its node died"))
     calls = run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1, 2], "w1": [1]}))
-    assert calls[-1] == (SetUp, "s1", version, (2, 4))
+    assert calls[-1] == (SetUp, "s1", version, (2, 6))
 
 
 def test_a_slice_that_no_worker_holds_is_lost_for_good() -> None:
     run = two_steps()
     run.told(ServerLost("s1", "its node died"))
-    with pytest.raises(ServersLost, match="no worker has a version of its slice from 1 on"):
+    with pytest.raises(ServersLost, match="no other node has a version of its slice from 1 on"):
         run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0]}))
 
 
@@ -261,7 +261,7 @@ def test_a_copy_that_stays_lost_ends_the_run() -> None:
     run.start()
     lost = OSError("it is lost")
     for _ in range(ATTEMPTS):
-        assert run.told(CopyLost(run.last(SetUp, "s1"), lost)) == [(SetUp, "s1", 0, (2, 4))]
+        assert run.told(CopyLost(run.last(SetUp, "s1"), lost)) == [(SetUp, "s1", 0, (2, 6))]
     with pytest.raises(ServersLost, match=r"cannot be recovered \(it is lost\)"):
         run.told(CopyLost(run.last(SetUp, "s1"), lost))
 
@@ -369,7 +369,7 @@ def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
     run = with_slow_link("C")
     assert run.step(*WORKERS_OF_THREE) == [
         (SetUp, "s0", 2, (0, 3)),
-        (SetUp, "s1", 2, (3, 6)),
+        (SetUp, "s1", 2, (3, 10)),
         (Remove, "s2"),
         (Ship,),
     ]
@@ -386,12 +386,12 @@ def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
     assert run.step(*WORKERS_OF_THREE) == [
         (Add, "s2"),
         (SetUp, "s0", 6, (0, 2)),
-        (SetUp, "s1", 6, (2, 4)),
-        (SetUp, "s2", 6, (4, 6)),
+        (SetUp, "s1", 6, (2, 6)),
+        (SetUp, "s2", 6, (6, 10)),
         (Ship,),
     ]
     copy = run.last(SetUp, "s1").copy  # of the slices that meet its own
-    assert copy.spans == [(0, 3), (3, 6)] and len(copy.parts) == 4
+    assert copy.spans == [(0, 3), (3, 10)] and len(copy.parts) == 4
 
 
 @pytest.mark.parametrize("mine", [1.0, float("inf")])
@@ -442,7 +442,7 @@ def test_a_server_whose_step_is_followed_by_a_new_cut_is_not_fed_for_its_former_
     run.step(*WORKERS_OF_THREE)  # waits for the one before
     assert finish(run, "B")[2:] == [
         (SetUp, "s0", 2, (0, 3)),
-        (SetUp, "s2", 2, (3, 6)),
+        (SetUp, "s2", 2, (3, 10)),
         (Remove, "s1"),
         (Ship,),
         (Ship,),
@@ -478,7 +478,7 @@ def test_servers_move_from_nodes_that_cannot_fetch_from_each_other() -> None:
         (Replace, "s0"),
         (SetUp, "s0", 0, (0, 2)),
         (Replace, "s1"),
-        (SetUp, "s1", 0, (2, 4)),
+        (SetUp, "s1", 0, (2, 6)),
     ]
 
 

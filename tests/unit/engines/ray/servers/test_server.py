@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import pickle
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import paceline as pl
-from paceline.engines.ray.carrier import GivenUp, Incoming
-from paceline.engines.ray.servers.server import Server, Unusable, _joined
+from paceline.engines.ray.servers.server import Server, Unusable, _put_together
+from paceline.engines.ray.servers.shared_folder import is_answered, offer
+from paceline.engines.ray.transport.incoming import GivenUp, Incoming
 from paceline.engines.ray.worker import Gone, Worker
 
 
@@ -45,7 +49,7 @@ def results(*vectors: Sequence[float]) -> list[Ref]:
 def test_a_step_adds_up_and_steps() -> None:
     server = serving()
     refs = results([1.0, 0.0], [0.0, 2.0])
-    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, [None, None], 5.0))
+    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, 5.0))
     assert values.tolist() == [0.75, 0.5]
     sums, has_arrays, seconds = done
     assert sums["norm"] == pytest.approx(1.25) and not has_arrays and len(seconds) == 2
@@ -55,22 +59,22 @@ def test_a_step_adds_up_and_steps() -> None:
 def test_only_the_next_step_is_taken(version: int) -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="at version 3 cannot make version"):
-        server.step(version, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+        server.step(version, ([1.0], [], None, results([1.0, 1.0]), 5.0))
     assert server._shard is not None and server._shard.vector.tolist() == [1.0, 1.0]
 
 
 def test_a_repeated_step_is_not_taken_twice() -> None:
     server = serving()
-    server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
     with pytest.raises(RuntimeError, match="at version 4 cannot make version 4"):
-        server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+        server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
 
 
 def test_nothing_is_applied_that_was_not_added_up() -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="came before its reduce"):
         server.apply(4, {})
-    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
     server.apply(4, {})
     with pytest.raises(RuntimeError, match="came before its reduce"):
         server.apply(5, {})
@@ -79,9 +83,9 @@ def test_nothing_is_applied_that_was_not_added_up() -> None:
 def test_a_result_that_does_not_come_leaves_everything_as_it_was() -> None:
     server, late = serving(), Ref()
     with pytest.raises(Unusable) as error:
-        server.step(4, ([1.0, 1.0], [], None, [*results([1.0, 1.0]), late], [None] * 2, 0.01))
+        server.step(4, ([1.0, 1.0], [], None, [*results([1.0, 1.0]), late], 0.01))
     assert error.value.late == [1] and not error.value.lost
-    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
     assert values.tolist() == [0.5, 0.5]
 
 
@@ -99,11 +103,11 @@ def test_a_bad_slice_is_refused_before_anything_is_added(bad: Any, why: str) -> 
     server = serving()
     refs = [*results([1.0, 0.0]), Ref(bad)]
     with pytest.raises(Unusable) as error:
-        server.step(4, ([0.5, 0.5], [], None, refs, [None, None], 5.0))
+        server.step(4, ([0.5, 0.5], [], None, refs, 5.0))
     assert list(error.value.bad) == [1] and why in error.value.bad[1]
     copy = pickle.loads(pickle.dumps(error.value))  # noqa: S301  our own
     assert copy.bad == error.value.bad and why in str(copy)
-    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), [None], 5.0))
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
     assert values.tolist() == [0.5, 0.5]
 
 
@@ -111,14 +115,14 @@ def test_pieces_that_were_cut_elsewhere_are_put_together() -> None:
     whole = np.arange(12.0)
     pieces = [whole[0:5], whole[5:9], whole[3:12]]
     at = [[(-4, 1), (1, 5)], [(-1, 8)]]  # of two results, in a slice from 4 to 8
-    first, second = _joined(np.empty(4), at, pieces)
+    first, second = _put_together(np.empty(4), at, pieces)
     assert first.tolist() == second.tolist() == [4, 5, 6, 7]
 
 
 def test_what_is_kept_is_given_until_it_is_too_old() -> None:
     server = Server()
     for version in (1, 2, 3):
-        server.keep(0, version, 2, ({}, {"version": version}))
+        server.keep(0, version, 2, ({}, {"version": version}), 1.0)
     assert server.give(0, 3)[1] == {"version": 3}
     for slot, version in ((0, 1), (1, 3)):
         with pytest.raises(Gone):
@@ -170,6 +174,53 @@ def test_a_slice_that_is_lost_is_told_of() -> None:
     ref.future().set_exception(KeyError("lost"))
     with pytest.raises(KeyError):
         list(incoming)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_server_writes_what_was_published_and_not_what_it_has_by_now(tmp_path: Path) -> None:
+    server, token = serving(), offer(tmp_path)
+    _, values, state = server.step(4, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0))
+    published = values.copy(), ({n: a.copy() for n, a in state[0].items()}, {"groups": [1]})
+    server.step(5, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0))
+    file = tmp_path / "slice"
+    sha, data = server.write(str(file), token, [Ref(each) for each in published], 5.0)
+    found = load_file(file)
+    assert found["server/values"].tolist() == [0.5, 1.0]
+    assert found["server/previous"].tolist() == [1.0, 0.0]
+    assert data == {"groups": [1]} and sha == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_server_writes_the_exact_values_where_workers_get_rounded_ones(tmp_path: Path) -> None:
+    file, state = tmp_path / "slice", ({"values": np.array([0.1, 0.2])}, {"groups": [1]})
+    _, data = serving().write(str(file), offer(tmp_path), [Ref(state)], 5.0)
+    assert load_file(file)["server/values"].tolist() == [0.1, 0.2] and data == {"groups": [1]}
+
+
+def test_a_server_writes_into_no_folder_but_the_drivers(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    token, server, refs = offer(ours), serving(), [Ref(np.ones(2)), Ref(({}, {}))]
+    with pytest.raises(FileNotFoundError):
+        server.write(str(theirs / "slice"), token, refs, 5.0)
+    offer(theirs)  # of another run, or of another host
+    with pytest.raises(FileNotFoundError, match="is another folder here"):
+        server.write(str(theirs / "slice"), token, refs, 5.0)
+    with pytest.raises(FileNotFoundError, match="is another folder here"):
+        server.show(str(theirs), token, "s0")
+    server.show(str(ours), token, "s0")
+    assert is_answered(ours, token, "s0") and not is_answered(ours, token, "s1")
+    assert not list(tmp_path.glob("*/slice"))
+
+
+def test_an_error_of_the_disk_is_that_of_the_call(tmp_path: Path) -> None:
+    server, token = serving(), offer(tmp_path)
+    (tmp_path / "slice").write_text("of another server")
+    with pytest.raises(FileExistsError):
+        server.write(str(tmp_path / "slice"), token, [Ref(np.ones(2)), Ref(({}, {}))], 5.0)
+    assert (tmp_path / "slice").read_text() == "of another server"
 
 
 @pytest.mark.parametrize("servers", [0, -1, "all", 1.5])

@@ -1,0 +1,138 @@
+"""How the driver calls a process whose values stay where they are made."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.engines.ray.transport.refs import Owned
+
+if TYPE_CHECKING:  # which imports this module
+    from paceline.engines.ray.pool import Member
+    from paceline.engines.ray.servers.slices import Object
+
+
+_keys = itertools.count()  # of all jobs: objects of the one before are released during the next
+_LAST = 2**62  # the order of copies of the optimizer's state: nobody waits for them yet
+
+
+class Transport(Protocol):
+    """Calls processes, and names the objects that they make.
+
+    direct: whether results are in the process of their worker, and are lost with it.
+    """
+
+    direct: bool
+
+    def call(
+        self,
+        member: Member,
+        version: int,
+        to: Sequence[Member],
+        method: str,
+        count: int,
+        *given: Any,
+    ) -> tuple[Any, list[Any]]:
+        """Call a method; return the references of its first value, and of the `count` others.
+
+        version: of the model for which these others are needed.
+        to: the processes to which they are pushed as soon as they are there, if any.
+        """
+
+    def publish(
+        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+    ) -> Any:
+        """Call a method whose second and third value outlive the process; return the reference of
+        the first.
+
+        version: of the model that the call makes.
+        """
+
+    def unreachable(self, workers: Iterable[Member], servers: Iterable[Member]) -> list[Any]:
+        """Ask workers whether they reach all servers; return the references of their answers, each
+        None or the reason why not."""
+
+
+class Stores:
+    """Objects are in the stores of Ray, and outlive the process that made them."""
+
+    direct = False
+
+    def unreachable(self, workers: Iterable[Member], servers: Iterable[Member]) -> list[Any]:
+        return []
+
+    def call(
+        self,
+        member: Member,
+        version: int,
+        to: Sequence[Member],
+        method: str,
+        count: int,
+        *given: Any,
+    ) -> tuple[Any, list[Any]]:
+        first, *rest = getattr(member.actor, method).options(num_returns=1 + count).remote(*given)
+        return first, rest
+
+    def publish(
+        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+    ) -> Any:
+        first, (values.ref, state.ref) = self.call(member, version, (), method, 2, *given)
+        return first
+
+
+class Direct:
+    """Objects are in the process that made them, and go from there to others over TCP.
+
+    What servers publish is in Ray's stores as well.
+    """
+
+    direct = True
+
+    def call(
+        self,
+        member: Member,
+        version: int,
+        to: Sequence[Member],
+        method: str,
+        count: int,
+        *given: Any,
+    ) -> tuple[Any, list[Any]]:
+        addresses = [None if m.place is None else m.place.address for m in to]
+        pushed: list[deque[int] | None] = [m.released for m in to] or [None] * count
+        refs = [self._owned(member, other) for other in pushed]
+        orders = [2 * version] * count  # before the model that they lead to
+        order = method, [ref.key for ref in refs], orders, _taken(member), addresses
+        return member.actor.holding.remote(order, *given), refs
+
+    def publish(
+        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+    ) -> Any:
+        values.held, state.held = self._owned(member), self._owned(member)
+        keys, orders = [values.held.key, state.held.key], [2 * version + 1, _LAST]
+        order = method, keys, orders, _taken(member), ()
+        first, values.ref, state.ref = member.actor.publishing.options(num_returns=3).remote(
+            order, *given
+        )
+        return first
+
+    def unreachable(self, workers: Iterable[Member], servers: Iterable[Member]) -> list[Any]:
+        addresses = [m.place.address for m in servers if m.place is not None]
+        return [m.actor.unreachable.remote(addresses) for m in workers if m.joined]
+
+    def _owned(self, member: Member, other: deque[int] | None = None) -> Owned:
+        assert member.place is not None and member.place.address is not None
+        lists = (member.released,) if other is None else (member.released, other)
+        return Owned(member.place.address, next(_keys), lists)
+
+
+def _taken(member: Member) -> list[int]:
+    """Return the keys of the objects that a process need no longer hold."""
+    return [member.released.popleft() for _ in range(len(member.released))]
+
+
+def new_secret() -> bytes:
+    """Return a secret for the processes of one run."""
+    return secrets.token_bytes(32)

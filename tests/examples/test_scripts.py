@@ -1,0 +1,83 @@
+"""The examples that need no Ray run as a user runs them, and the page names every example."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt import sentences, warm_up_and_cosine
+from torchrun_ddp import slowest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+SCRIPTS = sorted(
+    path
+    for path in (ROOT / "examples").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
+
+
+def run(*command: str) -> str:
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_page_has_every_script_with_its_command(script: Path) -> None:
+    command = re.search(r"^Run it:  (.*)$", script.read_text(), re.M)
+    assert command is not None
+    assert f"```text\n{command[1]}\n```" in PAGE
+    assert f"| [`{script.name}`](#" in PAGE
+
+
+def test_a_gpt_learns_a_text_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(sentences(400))
+    output = run("examples/gpt.py", "--text", str(path), "--steps", "25")
+    assert output.startswith("25 steps in ")
+    losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)
+    assert losses and float(losses[2]) < 0.8 * float(losses[1])
+    size = re.search(r"^(\d+) parameters$", output, re.M)
+    assert size and 80_000 < int(size[1]) < 120_000
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("short")
+    with pytest.raises(AssertionError, match="has 5 characters; give a text of 1000 or more"):
+        run("examples/gpt.py", "--text", str(path))
+
+
+def test_the_learning_rate_warms_up_and_goes_down() -> None:
+    rates = [warm_up_and_cosine(step, warm_up=10, steps=100) for step in range(120)]
+    assert rates[:10] == [(step + 1) / 10 for step in range(10)]
+    assert rates[10] == 1 and sorted(rates[10:], reverse=True) == rates[10:]
+    assert rates[-1] == rates[100] == pytest.approx(0.1)
+
+
+def test_torchrun_with_two_ranks_names_one() -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    local = ["--local-addr=127.0.0.1"]
+    output = run(*launch, *local, "examples/torchrun_ddp.py", "--epochs", "2", "--slow", "1")
+    assert "shares (300, 300) at first" in output
+    assert re.search(r"^rank \d is the slowest: \d+ of 600 samples", output, re.M)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_the_slowest_rank_has_the_smallest_share() -> None:
+    assert slowest((250, 310, 40)) == ("rank 2 is the slowest: 40 of 600 samples fit its speed")
