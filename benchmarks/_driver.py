@@ -50,13 +50,15 @@ def say_pids(engine: pl.Ray, ended: threading.Event, every: float) -> None:
 
 
 class Driver:
-    """The driver's process on host 0; it reads orders and writes answers as lines of JSON."""
+    """A process on a host, 0 unless told; it reads orders and writes answers as lines of JSON."""
 
-    def __init__(self, hosts: Hosts, script: str, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, hosts: Hosts, script: str, arguments: Sequence[str], folder: Path, host: int = 0
+    ) -> None:
         paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
         self._log = open(folder / "driver.log", "w+")  # noqa: SIM115
         self.process = hosts.popen(
-            0, [sys.executable, script, *arguments],
+            host, [sys.executable, script, *arguments],
             env={"PYTHONPATH": os.pathsep.join(paths)}, stdin=PIPE, stdout=PIPE,
             stderr=self._log, text=True,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 """The time of a step over a network: spread servers against a star and against all-reduce.
 
 Four hosts on this machine (network namespaces, `paceline.testing.hosts`), each behind a link of
-100 Mbit/s, with 20 ms round trips. Each host has one Ray node. Three arms move the same vector:
+100 Mbit/s, with 20 ms round trips. Each host has one Ray node. Four arms move the same vector:
 
 - all-reduce: gloo among one process per host, what plain data-parallel training does;
 - star: `sync` with the model in the driver;
-- spread: `sync` with a server on each host.
+- spread: `sync` with a server on each host;
+- spread, bf16: the same, with results and models in bfloat16.
 
 They take turns in blocks. Then one host's link slows down to a tenth. `k_sync(3)` with spread
 servers and all-reduce are each compared with their time before. Computing takes 10 ms a step, so
@@ -13,7 +14,9 @@ the network dominates the time. Needs root, `ip`, and a C compiler.
 
 `--large`: a model of 200M parameters on 4 workers and 4 servers of one host, and its memory.
 
-    python benchmarks/dataplane.py [--quick] [--large]
+    python benchmarks/dataplane.py [--quick] [--large] [--bf16 20 100]
+
+`--bf16`: all-reduce, spread and spread in bfloat16 alone, for models of these megabytes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import threading
 import time
 from collections import defaultdict
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,9 @@ from paceline.testing.hosts import Hosts, missing
 
 RATE, DELAY, QUEUE = 100e6, 0.005, 1 << 20
 SLOW = 0.1
+BF16 = pl.codecs.BFloat16()
 BOUNDS = {"to_all_reduce": 1.25, "star_to_spread": 2.0, "slow_link": 1.3}
+BOUNDS["bf16_to_all_reduce"] = 0.6  # from 20 MB on: half the bytes, and copies of exact values
 QUICK_BOUNDS = {"to_all_reduce": 1.8, "star_to_spread": 1.4}  # three hosts, a handful of steps
 WARM_UP = 2  # steps or rounds of a block that do not count
 INPUTS, CLASSES = 784, 10
@@ -121,10 +127,17 @@ class Arms:
         megabytes: float,
         steps: int,
         momentum: float = 0.0,
+        codec: pl.codecs.BFloat16 | None = None,
     ) -> list[float]:
+        """codec: of results and models."""
         self._engine.servers = servers
         trainer = pl.Trainer(
-            learner(megabytes, self.size, momentum), policy, self._engine, progress=False
+            learner(megabytes, self.size, momentum),
+            policy,
+            self._engine,
+            progress=False,
+            codec=codec,
+            model_codec=codec,
         )
         run = trainer.fit(steps=WARM_UP + steps)
         return [float(s) for s in np.diff(run.metrics["seconds"], prepend=0.0)]
@@ -153,6 +166,10 @@ def drive(
                 seconds = arms.steps("spread", pl.sync(), megabytes, spread)
                 tell(mark="")
                 block(arm="spread", seconds=seconds[WARM_UP:])
+                seconds = arms.steps("spread", pl.sync(), megabytes, spread, codec=BF16)
+                block(arm="spread, bf16", seconds=seconds[WARM_UP:])
+                if not star:
+                    continue
                 block(
                     arm="star", seconds=arms.steps("driver", pl.sync(), megabytes, star)[WARM_UP:]
                 )
@@ -180,17 +197,22 @@ def drive(
 # --- outside -------------------------------------------------------------------------------------
 
 
-def measure(quick: bool) -> tuple[dict[str, Any], float]:
-    """Run the driver on host 0 and change links on request; return seconds by size and arm."""
+def measure(quick: bool, bf16: list[float]) -> tuple[dict[str, Any], float]:
+    """Run the driver on host 0 and change links on request; return seconds by size and arm.
+
+    bf16: the sizes, if only the arms without a star and a slow link are measured.
+    """
     hosts_count = 3 if quick else 4
     sizes = [5.0] if quick else [5.0, 20.0]
     counts = [[3, 4, 2]] if quick else [[6, 8, 3], [3, 4, 2]]
+    if bf16:
+        sizes, counts = bf16, [[3, 8, 0] for _ in bf16]
     passes = 1 if quick else 2
     found: dict[str, Any] = defaultdict(lambda: defaultdict(list))
     carried: list[float] = []
     with Hosts(hosts_count, delay=DELAY, rate=RATE, queue=QUEUE) as hosts:
         address = hosts.start_ray(cpus=1)
-        plan = json.dumps([address, sizes, passes, counts, not quick])
+        plan = json.dumps([address, sizes, passes, counts, not quick and not bf16])
         process = hosts.popen(
             0,
             [sys.executable, __file__, "--drive", plan],
@@ -198,7 +220,7 @@ def measure(quick: bool) -> tuple[dict[str, Any], float]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        killer = threading.Timer(1500, process.kill)
+        killer = threading.Timer(2400 if bf16 else 1500, process.kill)
         killer.start()
         for line in process.stdout:  # type: ignore[union-attr]
             if not line.startswith("{"):
@@ -238,8 +260,10 @@ def report(found: dict[str, Any], per_step: float, bounds: dict[str, float]) -> 
             )
         ratios = {
             "to_all_reduce": middle["spread"] / middle["all-reduce"],
-            "star_to_spread": middle["star"] / middle["spread"],
+            "bf16_to_all_reduce": middle["spread, bf16"] / middle["all-reduce"],
         }
+        if "star" in arms:
+            ratios["star_to_spread"] = middle["star"] / middle["spread"]
         if "k_sync" in arms:
             ratios["slow_link"] = middle["k_sync, slow link"] / middle["k_sync"]
             ratios["all_reduce_slow_link"] = middle["all-reduce, slow link"] / middle["all-reduce"]
@@ -248,8 +272,9 @@ def report(found: dict[str, Any], per_step: float, bounds: dict[str, float]) -> 
             "seconds": {arm: round(value, 3) for arm, value in middle.items()},
             "ratios": {name: round(value, 3) for name, value in ratios.items()},
             "ok": ratios["to_all_reduce"] <= bounds["to_all_reduce"]
-            and ratios["star_to_spread"] >= bounds["star_to_spread"]
-            and ratios.get("slow_link", 0.0) <= bounds.get("slow_link", 1.0),
+            and ratios.get("star_to_spread", inf) >= bounds["star_to_spread"]
+            and ratios.get("slow_link", 0.0) <= bounds.get("slow_link", 1.0)
+            and (size == "5 MB" or ratios["bf16_to_all_reduce"] <= bounds["bf16_to_all_reduce"]),
         }
     table(["", "steps", "seconds, median [range]", "to all-reduce"], rows)
     for size in found:
@@ -340,6 +365,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--large", action="store_true", help="the large model alone")
     arguments.add_argument("--width", type=int, default=WIDTH, help="of its layers")
+    arguments.add_argument("--bf16", type=float, nargs="*", default=[], help="sizes in megabytes")
     arguments.add_argument("--drive", help="for the benchmark itself, on host 0")
     given = arguments.parse_args()
     if given.drive:
@@ -357,7 +383,7 @@ def main() -> None:
     if reason := missing():
         finish("dataplane", {"not_run": reason}, bounds, False, about, given.quick)
     load = OtherLoad()
-    found, per_step = measure(given.quick)
+    found, per_step = measure(given.quick, given.bf16)
     figures = report(found, per_step, bounds)
     about["others"] = load.cores()
     ok = all(figure["ok"] for name, figure in figures.items() if name.endswith(" MB"))

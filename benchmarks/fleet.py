@@ -138,8 +138,8 @@ class Watched(pl.Ray):
         reducer = super()._make_reducer(job, pool, under_way)
         send = self._timed("sending", reducer.dispatch)
 
-        def dispatch(member: Any, token: Any, task: Task, model: Any) -> Any:
-            reply = send(member, token, task, model)
+        def dispatch(member: Any, token: Any, task: Task, model: Any, again: bool = False) -> Any:
+            reply = send(member, token, task, model, again)
             self.sent.setdefault(task.version, {}).setdefault(member.name, time.perf_counter())
             return reply
 

@@ -48,6 +48,7 @@ class Method:
     """The settings of a run."""
 
     codec: Codec | None = None
+    model_codec: Codec | None = field(default=None, kw_only=True)
     policy: Policy = field(default_factory=pl.sync)
     outer: MakeOptimizer | None = None  # the server's optimizer, for local steps
     momentum: float = 0.9
@@ -62,6 +63,7 @@ def methods(steps: int) -> dict[str, Method]:
         "dense": Method(),
         "no communication": Method(None, pl.local_sgd(steps), AVERAGE),
         "bfloat16": Method(pl.codecs.BFloat16()),
+        "bfloat16 both ways": Method(pl.codecs.BFloat16(), model_codec=pl.codecs.BFloat16()),
         "int8": Method(pl.codecs.Int8()),
         "sign, feedback": Method(ef(pl.codecs.Sign())),
         "top 10 %, feedback": Method(ef(top(0.1))),
@@ -132,7 +134,7 @@ def run(task: Task, method: Method, sorted_by_label: bool, seed: int) -> dict[st
     engine = pl.Simulator(WORKERS, pl.delays.ShiftedExponential(0.9, 0.1))
     trainer = pl.Trainer(
         learner, method.policy, engine, seed=seed, progress=False, codec=method.codec,
-        placement=pl.policies.Placed(parts, move=False),
+        model_codec=method.model_codec, placement=pl.policies.Placed(parts, move=False),
     )  # fmt: skip
     local = max((work.steps for work in method.policy.works()), default=1)
     result = trainer.fit(steps=max(task.steps // local, 1))
