@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]  # docstrings.py, and this checkout's package
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]  # docstrings.py, pictures.py, and this checkout's package
 
 project = "Paceline"
 copyright = "Paceline's developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "pictures"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 html_theme = "furo"

@@ -28,14 +28,14 @@ def ran() -> pl.Run:
     return pl.Trainer(learner, pl.k_sync(6), engine, prices=PRICES, progress=False).fit(steps=120)
 
 
-def draw(page: Path, name: str, width: int, height: int, *flags: str) -> None:
+def draw(page: Path, target: Path, width: int, height: int, *flags: str) -> None:
     """Let a browser draw the beginning of a page."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))))
-    target = FOLDER / f"report-{name}.png"
-    own = f"--user-data-dir={page.parent / 'chromium'}"
     size = f"--window-size={width},{height}"
-    command = [chromium, *FLAGS, own, size, f"--screenshot={target}", *flags, page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with tempfile.TemporaryDirectory() as own:
+        paths = f"--user-data-dir={own}", f"--screenshot={target}"
+        command = [chromium, *FLAGS, *paths, size, *flags, page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
     Image.open(target).convert("RGB").quantize(64).save(target, optimize=True)  # half the size
 
 
@@ -43,6 +43,6 @@ if __name__ == "__main__":
     run = ran()
     with tempfile.TemporaryDirectory() as folder:
         page = run.report(Path(folder) / "run.html")
-        draw(page, "light", 1080, 2420)
-        draw(page, "dark", 1080, 1740, DARK)
-        draw(page, "phone", 390, 1630)
+        draw(page, FOLDER / "report-light.png", 1080, 2420)
+        draw(page, FOLDER / "report-dark.png", 1080, 1740, DARK)
+        draw(page, FOLDER / "report-phone.png", 390, 1630)
