@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test cluster timing fresh bench gpu docs
+.PHONY: check format lint types test coverage cluster timing fresh release-check bench gpu docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -9,9 +9,10 @@ format:
 	$(PYTHON) -m ruff format src tests benchmarks examples
 	$(PYTHON) -m ruff check --fix src tests benchmarks examples
 
-lint:
+lint:  ## pyproject.toml has the settings; codespell's list of words is there too
 	$(PYTHON) -m ruff format --check src tests benchmarks examples
 	$(PYTHON) -m ruff check src tests benchmarks examples
+	$(PYTHON) -m codespell_lib src docs examples benchmarks tests .github *.md
 
 types:
 	$(PYTHON) -m mypy
@@ -20,14 +21,22 @@ test:  ## fast tests and doctests, no cluster; a thread for each of two processe
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
+coverage:  ## branches of core/ and policies/ that their unit tests take; below 90 % is a failure
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist worksteal --cov --cov-report= tests/unit/core tests/unit/policies
+	$(PYTHON) -m coverage report --skip-covered --include='*/paceline/core/*'
+	$(PYTHON) -m coverage report --skip-covered --include='*/paceline/policies/*'
+
 cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing" tests/cluster tests/contract
 
 timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m timing tests/cluster
 
-fresh:  ## README and the ten minutes, literally, in a new environment
+fresh:  ## README and the ten minutes, literally, and an install without Ray: in new environments
 	$(PYTHON) -m pytest -m fresh tests/fresh
+
+release-check:  ## wheel and sdist: built, checked, installed in a new environment and tried
+	PYTHON=$(PYTHON) bash .ci/release-check
 
 bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/simulator.py
