@@ -57,6 +57,7 @@ from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Pool
 from paceline.learners.arrays import ArrayReplica, ArrayServer, Quadratic
 from paceline.learners.base import Array, Outcome, Proceed, Saved
+from paceline.report.callbacks import Live
 from paceline.testing import hosts
 from paceline.testing.hosts import Hosts
 
@@ -166,7 +167,7 @@ class Watched(pl.Ray):
 class Costs(pl.Callback):
     """Measures the CPU times of every step, and of a loop of plain Python beside it."""
 
-    def started(self, live: pl.Live) -> None:
+    def started(self, live: Live) -> None:
         self.main: list[float] = []
         self.process: list[float] = []
         self.wall: list[float] = []

@@ -102,7 +102,7 @@ LAWS: dict[str, tuple[Delay, Kernel]] = {
 def simulated_rate(law: Delay, workers: int, seconds: float, seed: int) -> float:
     """Return the decay per second of the slower mode, without the first quarter of the time."""
     each = pl.planner.WorkerProfile(Underway(law))
-    profile = pl.Profile({f"w{i}": each for i in range(workers)}, 1)
+    profile = pl.planner.Profile({f"w{i}": each for i in range(workers)}, 1)
     timeline = Timeline(pl.asynchronous(damping=False), profile, seed)
     timeline.reach(10**9, seconds)
     rates: list[float] = []

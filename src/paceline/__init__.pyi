@@ -19,7 +19,6 @@ from .planner.choose import plan as plan
 from .planner.coding import coded as coded
 from .planner.forecast.forecast import forecast as forecast
 from .planner.measure.probe import profile as profile
-from .planner.measure.profile import Profile as Profile
 from .policies import selection as selection
 from .policies.deadline import deadline as deadline
 from .policies.named import asynchronous as asynchronous
@@ -33,8 +32,9 @@ from .policies.named import ringmaster as ringmaster
 from .policies.named import sync as sync
 from .policies.placement.base import BySpeed as BySpeed
 from .report.callbacks import Callback as Callback
-from .report.callbacks import Live as Live
 from .report.callbacks import Progress as Progress
+from .sessions.local_steps import local_steps as local_steps
+from .sessions.session import session as session
 from .training.checkpoint import Checkpoints as Checkpoints
 from .training.run import Run as Run
 from .training.trainer import Trainer as Trainer

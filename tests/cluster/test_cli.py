@@ -65,6 +65,6 @@ def test_a_script_on_ray_is_measured_and_trained(tmp_path: Path) -> None:
     assert list(found["workers"]) == ["w0", "w1"]
     for worker in found["workers"].values():
         assert 0 < worker["seconds_per_sample"] < 1
-    assert pl.Profile.load(fleet).message_bytes == found["message_bytes"] == 84
+    assert pl.planner.Profile.load(fleet).message_bytes == found["message_bytes"] == 84
     (run,) = paceline("train", "--json", script)["runs"]
     assert run["steps"] == 3 and run["samples"] == 96

@@ -75,6 +75,25 @@ def test_a_gpt_learns_on_ray() -> None:
     assert losses and float(losses[2]) < 0.8 * float(losses[1])
 
 
+def test_a_plain_loop_learns() -> None:
+    assert final_losses(run("examples/plain_loop.py"))[0] < 0.3
+
+
+def test_the_same_loop_learns_in_two_processes() -> None:
+    command = [sys.executable, "-m", "paceline", "launch", "--workers", "2", "session_loop.py"]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples", capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = final_losses(done.stdout)
+    assert one == other < 0.3
+    assert "started again" not in done.stderr
+
+
+def final_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"final loss ([\d.]+)", output)]
+
+
 INTERRUPTED = """
 import paceline as pl
 from tests.conftest import make_learner

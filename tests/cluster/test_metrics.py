@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import paceline as pl
 from paceline.integrations.trackers.prometheus import exported
+from paceline.report.callbacks import Live
 from tests.conftest import make_learner
 
 pytestmark = pytest.mark.cluster
@@ -39,7 +40,7 @@ class Last(pl.Callback):
 
     progress: pl.Progress
 
-    def started(self, live: pl.Live) -> None:
+    def started(self, live: Live) -> None:
         self.live = live
 
     def stepped(self, progress: pl.Progress) -> None:

@@ -23,7 +23,7 @@ def test_a_cluster_is_measured_and_planned_for(ray_workers: pl.Ray) -> None:
         assert 0 < worker.seconds(16, learner.message_bytes, learner.message_bytes) < 5
     assert not profile.interruptible  # it has no micro-batches
     assert not profile.local_steps
-    assert pl.Profile.from_json(profile.to_json()) == profile
+    assert pl.planner.Profile.from_json(profile.to_json()) == profile
     plan = pl.plan(profile, target=0.6, learning_rate=0.1)
     assert 0 < plan.forecast.seconds < inf
     run = pl.Trainer(learner, plan, ray_workers, progress=False).fit(steps=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -42,6 +43,16 @@ def test_the_page_has_every_script_with_its_command(script: Path) -> None:
     assert command is not None
     assert f"```text\n{command[1]}\n```" in PAGE
     assert f"| [`{script.name}`](#" in PAGE
+
+
+def test_a_session_adds_six_lines_to_a_plain_loop_and_removes_three() -> None:
+    names = ("plain_loop.py", "session_loop.py")
+    plain, session = ((ROOT / "examples" / name).read_text().splitlines(True) for name in names)
+    diff = list(difflib.unified_diff(plain, session, *names, n=1))
+    signs = [line[0] for line in diff[2:]]  # after the names of the files
+    assert 0 < signs.count("+") <= 6 and 0 < signs.count("-") <= 3
+    page = (ROOT / "docs" / "sessions.md").read_text()
+    assert f"```diff\n{''.join(diff)}```\n" in page
 
 
 def test_a_gpt_learns_a_text_of_ours(tmp_path: Path) -> None:

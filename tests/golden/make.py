@@ -52,7 +52,7 @@ TILES = Partition([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5])
 
 CASES: dict[str, Case] = {
     "sync": Case(lambda: pl.policies.MinWorkers(3, pl.sync()), 5, QUADRATIC),
-    "sync_of_n": Case(lambda: pl.sync(shares=4), 4),
+    "sync_of_n": Case(lambda: pl.policies.Gather(4), 4),
     "k_sync": Case(lambda: pl.k_sync(2), 6, QUADRATIC),
     "k_sync_uninterrupted": Case(
         lambda: pl.k_sync(2), 6, engine=lambda: unequal(interruptible=False)

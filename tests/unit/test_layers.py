@@ -35,7 +35,8 @@ ALLOWED["gossip"] = BELOW
 ALLOWED["planner"] = BELOW | {"gossip"}
 ALLOWED["training"] = BELOW | {"gossip", "integrations", "planner"}
 # "": the package itself, whose names are looked up when they are used.
-ALLOWED["cli"] = BELOW | {"", "gossip", "planner", "training"}
+ALLOWED["sessions"] = BELOW | {"training"}
+ALLOWED["cli"] = BELOW | {"", "gossip", "planner", "sessions", "training"}
 ALLOWED["__main__"] = {"cli"}
 # Which packages beyond the standard library each layer may import.
 PACKAGES: dict[str, set[str]] = {
@@ -55,6 +56,7 @@ PACKAGES: dict[str, set[str]] = {
     "training": {"fsspec", "numpy", "safetensors"},
     "gossip": {"numpy", "ray", "torch"},
     "testing": {"hypothesis"},
+    "sessions": {"numpy", "ray", "torch"},
     "cli": {"click"},
     "__main__": set(),
 }
@@ -67,6 +69,7 @@ ONLY_IN = {
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {f"integrations/{name}.py" for name in ("configured", "lightning", "trackers/tensorboard")}
     | {"gossip/messages.py", "planner/measure/curvature.py"}
+    | {f"sessions/{n}.py" for n in ("batches", "groups", "learner", "local_steps", "session")}
     | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
     "hypothesis": {"testing/histories.py"},
     "fsspec": {"training/checkpoint/store.py"},
@@ -78,6 +81,7 @@ ONLY_IN = {
     }
     | {f"engines/ray/servers/{name}.py" for name in ("reducer", "server", "shell", "writer")}
     | {f"engines/ray/transport/{name}.py" for name in ("holder", "inbox", "incoming")}
+    | {f"sessions/{name}.py" for name in ("cluster", "connection", "hub")}
     | {"integrations/trackers/prometheus.py"},
     "wandb": {"integrations/trackers/wandb.py"},
     "mlflow": {"integrations/trackers/mlflow.py"},

@@ -36,6 +36,11 @@ REASONED: dict[tuple[str, str], str] = {
     "is init_process_group's, has answered",
     ("engines/ray/engine.py", "reducer.wait"): "each server has start_timeout, and few lives",
     ("engines/ray/cluster/probe.py", "sys.stdin.read"): "a process of ours, which is ended in time",
+    ("sessions/hub.py", "event.wait"): "within asyncio.wait_for, which has the deadline",
+    ("sessions/connection.py", "self._calls.get"): "`close` puts the last item, and at the end of "
+    "the process its thread ends",
+    ("cli/launch.py", "processes.wait"): "the user's processes may train for days",
+    ("cli/launch.py", "process.poll"): "it only looks",
     ("cli/doctor.py", WITH_POPEN): "its group has been killed by then",
     ("testing/hosts.py", "with self.popen"): "it has ended, or has been killed",
     ("testing/slow.py", "child.__exit__"): "it has ended, or has been killed",

@@ -10,10 +10,12 @@ from paceline.cli.doctor import doctor
 from paceline.cli.environment import environment
 from paceline.cli.export import export
 from paceline.cli.journals import compare, report
+from paceline.cli.launch import launch
 from paceline.cli.new import new
 from paceline.cli.plan import plan, simulate
 from paceline.cli.profile import profile
 from paceline.cli.replay import replay
+from paceline.cli.serve import serve
 from paceline.cli.train import train
 
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # their messages say what to do
@@ -58,7 +60,7 @@ def app(debug: bool) -> None:
 
 
 _ORDER = (
-    *(new, train, profile, plan, simulate, replay, report, compare, export),
+    *(new, train, launch, serve, profile, plan, simulate, replay, report, compare, export),
     *(doctor, environment),
 )
 for command in _ORDER:

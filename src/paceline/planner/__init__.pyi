@@ -5,6 +5,7 @@ from .forecast.forecast import Forecast as Forecast
 from .measure.probe import measure_loss_surface as measure_loss_surface
 from .measure.probe import profile_of as profile_of
 from .measure.probe import sgd_equivalent_lr as sgd_equivalent_lr
+from .measure.profile import Profile as Profile
 from .measure.profile import Surface as Surface
 from .measure.profile import WorkerProfile as WorkerProfile
 from .theory.asynchrony import max_stable_lr as max_stable_lr

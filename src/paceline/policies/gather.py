@@ -80,6 +80,8 @@ class Gather(Policy):
         tasks.
     combine: computes the weight of each result.
     placement: sets the size of each task and its data; None: equal sizes, on all data.
+    spares: a worker without a task gets one beyond k, if `select` takes everyone. Without spares a
+        worker that joins during a round waits for the next, so the samples of a step stay the same.
 
     Lost tasks are assigned before new work, on the same samples, also to workers that wait for
     the step. So a lost worker costs time but no step.
@@ -94,6 +96,7 @@ class Gather(Policy):
     work: Work | MakeWork = Work()
     combine: Combine = mean
     placement: Placement | None = None
+    spares: bool = True
     waited: int = field(default=0, init=False)  # steps that waited for underrepresented data
     _round: int = field(default=-1, init=False, repr=False)  # the version of the next three:
     _quota: int = field(default=0, init=False, repr=False)  # shares that the step needs
@@ -273,7 +276,8 @@ class Gather(Policy):
         if candidates:
             # `Everyone` gives all candidates a task, even beyond k. But without a fixed k, a
             # worker that joins during a round waits for the next round.
-            spares = isinstance(self.select, Everyone) and (self.refill or self.k is not None)
+            beyond = self.refill or (self.spares and self.k is not None)
+            spares = isinstance(self.select, Everyone) and beyond
             due = self._due(view, candidates)
             chosen: dict[WorkerId, int] = dict.fromkeys(due, 1)
             if not self._waits:  # otherwise no other worker gets a task: results would pile up

@@ -44,7 +44,7 @@ def sync(*, shares: int | None = None) -> Gather:
 
     shares: the fixed number of shares of the batch; by default the number of workers.
     """
-    return Gather(shares)
+    return Gather() if shares is None else Gather(shares, spares=False)
 
 
 def k_sync(k: int | Chooser, samples: int | None = None) -> Gather:
@@ -173,6 +173,8 @@ def _calls(policy: Gather) -> Iterator[tuple[Callable[..., Gather], dict[str, An
     k, work, select, stale = policy.k, policy.work, policy.select, policy.max_staleness
     given = work if isinstance(work, Work) else Work()
     yield sync, {}
+    if isinstance(k, int):
+        yield sync, {"shares": k}
     if k is not None:
         yield k_sync, {"k": k, "samples": given.samples}
         yield k_async, {"k": k}

@@ -17,7 +17,7 @@ Paceline = Callable[..., Result]
 def test_a_plan_is_printed(paceline: Paceline, fleet: Path) -> None:
     found = paceline("plan", fleet, "--target", "0.5", "--learning-rate", "0.2")
     assert found.exit_code == 0, found.stderr
-    plan = pl.plan(pl.Profile.load(fleet), target=0.5, learning_rate=0.2)
+    plan = pl.plan(pl.planner.Profile.load(fleet), target=0.5, learning_rate=0.2)
     assert found.stdout == f"{plan}\n"
 
 
@@ -44,7 +44,9 @@ def test_a_forecast(paceline: Paceline, fleet: Path) -> None:
         json.loads(paceline("simulate", fleet, "--policy", policy, *args).stdout)
         for policy in ("k_sync(2)", "sync()")
     )
-    expected = pl.forecast(pl.k_sync(2), pl.Profile.load(fleet), learning_rate=0.2, target=0.5)
+    expected = pl.forecast(
+        pl.k_sync(2), pl.planner.Profile.load(fleet), learning_rate=0.2, target=0.5
+    )
     assert quick["seconds"] == expected.seconds
     assert slow["seconds"] > 2 * quick["seconds"]
     found = paceline("simulate", fleet, "--policy", "k_sync(2)", *args[:-1], "--codec", "Half()")
@@ -75,7 +77,7 @@ def adamw(tmp_path: Path) -> Path:
         for i, each in enumerate((0.1, 1.0))
     }
     path = tmp_path / "adamw.json"
-    pl.Profile(workers, 12, 400, optimizer={"name": "AdamW", "lr": 0.01}).save(path)
+    pl.planner.Profile(workers, 12, 400, optimizer={"name": "AdamW", "lr": 0.01}).save(path)
     return path
 
 
@@ -116,7 +118,7 @@ def test_a_file_that_is_no_profile_is_named(paceline: Paceline, tmp_path: Path) 
 
 
 def test_both_tell_how_far_they_are(fleet: Path) -> None:
-    profile, told = pl.Profile.load(fleet), list[float]()
+    profile, told = pl.planner.Profile.load(fleet), list[float]()
     pl.forecast(pl.sync(), profile, learning_rate=0.2, target=0.5, seeds=4, on_progress=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]
     told.clear()

@@ -106,7 +106,7 @@ def test_what_fit_would_train_is_measured(paceline: Paceline, script: Script) ->
     assert "hello" in found.stderr
     assert "swallowed" not in found.stderr and "trained" not in found.stderr
     assert not Path("k3.jsonl").exists()
-    profile = pl.Profile.load("fleet.json")
+    profile = pl.planner.Profile.load("fleet.json")
     assert [round(w.compute.mean, 3) for w in profile.workers.values()] == [0.1, 0.1, 1.0]
     assert profile.prices.per_hour == {"w0": 1.0, "w1": 1.0, "w2": 0.25}
 

@@ -18,12 +18,12 @@ LEARNER = pl.learners.Quadratic((1.0, 0.3) * 8 + (0.1,) * 48, noise=0.2, lr=RATE
 STEADY = pl.delays.ShiftedExponential(0.1, 0.02)
 SLOWER = pl.delays.Changed(STEADY, pl.delays.Fixed(3.0), at=25.0)
 WORKERS = {f"w{i}": pl.planner.WorkerProfile(STEADY) for i in range(6)}
-PROFILE = pl.Profile(
+PROFILE = pl.planner.Profile(
     WORKERS, 48, LEARNER.message_bytes, surface=pl.planner.measure_loss_surface(LEARNER)
 )
 
 
-def planned(policy: Policy, profile: pl.Profile = PROFILE) -> pl.planner.Auto:
+def planned(policy: Policy, profile: pl.planner.Profile = PROFILE) -> pl.planner.Auto:
     """Do as if this policy had been planned."""
     found = pl.forecast(policy, profile, learning_rate=RATE, target=TARGET, seeds=1)
     plan = pl.planner.Plan((Entry("it", policy, None, RATE, found),), "time", TARGET, "")
@@ -60,7 +60,7 @@ def test_steady_workers_are_left_alone() -> None:
 
 def test_those_given_up_at_each_step_are_seen_to_be_quick_again() -> None:
     slow = {**WORKERS, "w5": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}
-    profile = pl.Profile(
+    profile = pl.planner.Profile(
         slow, 48, LEARNER.message_bytes, surface=pl.planner.measure_loss_surface(LEARNER)
     )
     quicker = pl.delays.Changed(pl.delays.Fixed(1.0), STEADY, at=30.0)

@@ -20,10 +20,10 @@ SHARE = 6 / BATCH  # of a second for a sample: a sixth of the batch takes 1 s
 
 def profile(
     *delays: object, link: pl.delays.Link = pl.delays.Link(), prices: pl.Prices = pl.Prices()
-) -> pl.Profile:
+) -> pl.planner.Profile:
     workers = {f"w{i}": pl.planner.WorkerProfile(each, link) for i, each in enumerate(delays)}  # type: ignore[arg-type]
     surface = pl.planner.measure_loss_surface(QUADRATIC)
-    return pl.Profile(workers, BATCH, QUADRATIC.message_bytes, prices, surface)
+    return pl.planner.Profile(workers, BATCH, QUADRATIC.message_bytes, prices, surface)
 
 
 EQUAL = profile(*[pl.delays.Fixed(SHARE)] * 4)
@@ -160,7 +160,7 @@ def test_refusals() -> None:
 def test_noise_is_met_by_lower_learning_rates() -> None:
     noisy = pl.learners.Quadratic((1.0,) * 16, noise=3.0, lr=0.004, batch_size=8)
     workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Fixed(0.1)) for i in range(2)}
-    fleet = pl.Profile(
+    fleet = pl.planner.Profile(
         workers, 8, surface=pl.planner.measure_loss_surface(noisy), local_steps=False
     )
     found = pl.plan(fleet, target=0.04, seeds=4)

@@ -27,7 +27,7 @@ WORKERS = {
     for i, each in enumerate((0.1, 0.1, 1.0))
 }
 ADAMW = {"name": "AdamW", "lr": 0.01, "betas": [0.9, 0.999]}
-PROFILE = pl.Profile(WORKERS, BATCH, 400, optimizer=ADAMW)
+PROFILE = pl.planner.Profile(WORKERS, BATCH, 400, optimizer=ADAMW)
 
 
 def squares(module: nn.Module, rows: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_a_profile_names_the_optimizer_and_does_not_measure_for_others_than_sgd(
     assert (found.optimizer["name"], found.optimizer["lr"]) == ("AdamW", 0.02)
     assert found.optimizer["betas"] == [0.9, 0.999]
     assert found.unknown.startswith("the learner's optimizer is AdamW, and the number of steps")
-    assert pl.Profile.from_json(found.to_json()) == found
+    assert pl.planner.Profile.from_json(found.to_json()) == found
     momentum = learner_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     found = pl.profile(momentum, ENGINE, seconds=20.0, tasks=2, warm=0)
     assert found.optimizer is not None
@@ -134,7 +134,7 @@ def test_only_one_codec_can_be_given() -> None:
 def test_a_profile_of_the_older_format_is_read_with_a_note() -> None:
     data = json.loads(replace(PROFILE, codes=False).to_json())
     del data["optimizer"]
-    found = pl.Profile.from_json(json.dumps({**data, "format": 1}))
+    found = pl.planner.Profile.from_json(json.dumps({**data, "format": 1}))
     assert found.workers == PROFILE.workers and found.optimizer is None
     assert "does not name its optimizer" in found.notes[-1]
     assert "does not name its optimizer" in str(pl.plan(found, target=0.5, seeds=1))
@@ -169,7 +169,7 @@ def test_auto_plans_again_by_steps() -> None:
     """A worker that becomes slow is then left out, or given less."""
     slowed = pl.delays.Changed(pl.delays.Fixed(0.1), pl.delays.Fixed(4.0), 60.0)
     even = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Fixed(0.1)) for i in range(3)}
-    profile = pl.Profile(even, BATCH, optimizer=ADAMW, codes=False)
+    profile = pl.planner.Profile(even, BATCH, optimizer=ADAMW, codes=False)
     found = pl.plan(profile, target=0.0, seeds=1)
     assert found.entries[0].text == "sync()"
     auto = pl.planner.Auto(profile, found)

@@ -434,3 +434,17 @@ def test_numbers_of_another_kind_are_refused(make: Callable[[], object], told: s
 
 def test_numbers_may_be_those_of_numpy() -> None:
     assert pl.k_sync(np.int64(3)) == pl.k_sync(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("policy", "given"), [(pl.sync(shares=2), 0), (pl.k_sync(2), 1)])
+def test_a_worker_that_joins_during_a_round(policy: pl.policies.Gather, given: int) -> None:
+    """A spare task would take samples that a later step of an undisturbed run uses."""
+    coordinator = pl.protocol.Coordinator(policy, batch=4)
+    for worker in ("w0", "w1"):
+        coordinator.handle(0.0, pl.protocol.Joined(worker))
+    assert len(coordinator.ledger.running) == 2
+    coordinator.handle(1.0, pl.protocol.Joined("w2"))
+    assert len(coordinator.ledger.running) == 2 + given
+    coordinator.handle(2.0, pl.protocol.Left("w1"))  # its task goes to the worker without one
+    assert {task.worker for task in coordinator.ledger.running.values()} >= {"w0", "w2"}
+    assert not coordinator.ledger.lost or given

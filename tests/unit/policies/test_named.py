@@ -353,7 +353,8 @@ def test_a_late_result_reaches_no_step() -> None:
 
 def test_names_are_settings_of_gather() -> None:
     assert pl.sync() == pl.policies.Gather()
-    assert pl.sync(shares=4) == pl.k_sync(4) == pl.policies.Gather(4)
+    assert pl.sync(shares=4) == pl.policies.Gather(4, spares=False)
+    assert pl.k_sync(4) == pl.policies.Gather(4)
     assert pl.k_async(2) == pl.policies.Gather(2, max_staleness=inf, preempt=False)
     assert pl.rennala(5) == pl.policies.Gather(5, refill=True)
     assert pl.ringmaster(3) == pl.policies.Gather(1, max_staleness=2, refill=True)

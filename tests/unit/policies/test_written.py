@@ -45,9 +45,9 @@ def test_a_policy_is_shown_as_it_was_written(text: str) -> None:
     assert describe(parse(written(policy))) == describe(policy)
 
 
-def test_shares_of_sync_are_those_of_k_sync() -> None:
-    assert pl.sync(shares=8) == pl.k_sync(8)
-    assert written(pl.sync(shares=8)) == "k_sync(8)"
+def test_shares_of_sync_have_no_spare_tasks() -> None:
+    assert pl.sync(shares=8) != pl.k_sync(8)
+    assert written(pl.sync(shares=8)) == "sync(shares=8)"
 
 
 def test_what_was_learned_does_not_change_the_text() -> None:

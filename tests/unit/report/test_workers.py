@@ -11,6 +11,7 @@ import paceline as pl
 from paceline.core.journal import Header, Journal
 from paceline.core.protocol import Finished
 from paceline.policies.wrappers import MinWorkers
+from paceline.report.callbacks import Live
 from paceline.report.metrics import Meter
 from paceline.report.workers import Span
 from paceline.testing import legal_histories
@@ -130,7 +131,7 @@ def test_books_agree_in_any_history(history: pl.testing.History) -> None:
 class Looking(pl.Callback):
     """Notes what can be seen while the run goes on."""
 
-    def started(self, live: pl.Live) -> None:
+    def started(self, live: Live) -> None:
         self.live = live
         self.seen: list[dict[str, int]] = []
 

@@ -32,6 +32,7 @@ from paceline.core.protocol import (
 )
 from paceline.delays.models import Delay
 from paceline.learners.base import Learner
+from paceline.report.callbacks import Live
 from paceline.report.metrics import TOTALS
 from tests import policies
 
@@ -196,7 +197,7 @@ class Noting(pl.Callback):
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def started(self, live: pl.Live) -> None:
+    def started(self, live: Live) -> None:
         self.log.append(f"{self.name} started")
 
     def stepped(self, progress: pl.Progress) -> None:

@@ -232,7 +232,7 @@ class Ray:
 
     def _make_reducer(self, job: Job, pool: Pool, under_way: RayJob) -> Reducer:
         """Start the processes that keep the model, and wait until they are ready."""
-        nodes = pool.nodes()
+        nodes = pool.nodes() or [self._cluster.node()]  # an interrupt may come before all workers
         count = server_count(self.servers, job, len(nodes))
         if not count:
             results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)

@@ -18,6 +18,10 @@ from paceline.engines.checks import Suspects
 _LONGEST = 300  # characters of an exception's text in a log line
 
 
+class Disconnected(Exception):
+    """The process of a worker is gone; the text says how that is known."""
+
+
 def reason_of(error: BaseException) -> str:
     """Return in one line why a call failed.
 
@@ -37,6 +41,8 @@ def reason_of(error: BaseException) -> str:
         return "its process died (killed, out of memory, or crashed)"
     if isinstance(error, ray.exceptions.ObjectLostError):
         return "an object that its task needed or returned was lost with a node"
+    if isinstance(error, Disconnected):
+        return _short(str(error))
     return _short(f"{type(error).__name__}: {error}")
 
 

@@ -116,6 +116,8 @@ class RayJob:
             self._set_up(name)
         needed = self._job.min_workers
         while (up := sum(m.joined for m in self._pool.members.values())) < needed:
+            if any(isinstance(event, Interrupted) for event in self._events):
+                return  # it ends before it has begun
             if not self._calls.wait(inf):
                 raise WorkersLost(
                     f"{up} workers came up and {needed} are needed to begin "
@@ -236,10 +238,7 @@ class RayJob:
         The timeout begins when its process exists: a node may join after many minutes.
         """
         if not self._pool.cluster.has_process(member.actor):
-            logger.warning(
-                "worker %s waits for a node with room; it starts as soon as there is one",
-                member.name,
-            )
+            self._pool.cluster.tell_waiting(member.name)
             return True
         if not member.placed:
             member.placed = True
@@ -335,6 +334,13 @@ class RayJob:
         member = self._pool.members.get(token.worker)
         if member is not None and member.incarnation == token.incarnation:
             self._refuse(member, task, why)
+
+    def disconnected(self, actor: Any, why: str) -> None:
+        """Report a worker as lost whose process is known to be gone, even while it is idle."""
+        for member in list(self._pool.members.values()):
+            if member.actor is actor:
+                self._pool.trust(member.name)  # no failure: it may have left, and another may come
+                self._lose(member, why)
 
     def _refund(self, id: TaskId) -> None:
         """Report an unused result to its worker, with the worker's next task."""

@@ -15,14 +15,17 @@ import ray
 from ray._private.state import actors as actor_table  # the public call needs a dashboard
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.core.logs import logger_of
 from paceline.core.protocol import TaskId
 from paceline.engines.ray.calls import Call, Calls
-from paceline.engines.ray.cluster.join import connect, warn_small_stores
+from paceline.engines.ray.cluster.join import connect, refuse_torchrun, warn_small_stores
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.transport.calls import Direct, Stores, Transport
 from paceline.engines.ray.worker import Place, Token, Worker, actor_class, start_time
 from paceline.learners.base import Learner
+
+logger = logger_of(__name__)
 
 
 @dataclass(eq=False)
@@ -160,6 +163,7 @@ class Cluster:
 
     def connect(self, address: str | None, workers: int, store_bytes: int) -> bool:
         """Make sure that Ray runs; return whether this engine started it and must stop it."""
+        refuse_torchrun(workers)
         return connect(address, workers, store_bytes, self._allow_insecure)
 
     def warn_small_stores(self, servers: bool, workers: int, model: int, state: int) -> None:
@@ -202,6 +206,12 @@ class Cluster:
 
     def kill(self, actor: Any) -> None:
         ray.kill(actor)
+
+    def tell_waiting(self, name: str) -> None:
+        """Say that a worker has no process yet, since no node has room for it."""
+        logger.warning(
+            "worker %s waits for a node with room; it starts as soon as there is one", name
+        )
 
     def has_process(self, actor: Any) -> bool:
         """Return whether an actor has a process, and waits for a node no longer."""

@@ -44,12 +44,12 @@ POLICIES = {
 
 def profile(
     learner: pl.learners.Quadratic = QUADRATIC, prices: pl.Prices = pl.Prices(1.0)
-) -> pl.Profile:
+) -> pl.planner.Profile:
     pairs = zip(DELAYS, LINKS, strict=True)
     workers = {
         f"w{i}": pl.planner.WorkerProfile(delay, link) for i, (delay, link) in enumerate(pairs)
     }
-    return pl.Profile(
+    return pl.planner.Profile(
         workers, BATCH, learner.message_bytes, prices, pl.planner.measure_loss_surface(learner)
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_too_high_a_rate_is_a_risk_and_then_a_certainty() -> None:
 def test_stale_gradients_bear_less() -> None:
     """A rate that fresh gradients bear is lost with stale ones, but for a lucky start."""
     workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Erlang(8, 0.1)) for i in range(8)}
-    found = pl.Profile(workers, BATCH, surface=pl.planner.measure_loss_surface(QUADRATIC))
+    found = pl.planner.Profile(workers, BATCH, surface=pl.planner.measure_loss_surface(QUADRATIC))
     policy = pl.k_async(1)
     tell = partial(pl.forecast, policy, found, target=1.0, max_steps=600, seeds=2)
     assert tell(learning_rate=0.05).risk == 0
@@ -196,7 +196,7 @@ def test_results_that_come_very_late_are_of_the_model_they_began_from() -> None:
     learner = pl.learners.Quadratic((1.0,) * 8 + (0.05,) * 8, noise=0.0, lr=0.3, batch_size=8)
     delays = [pl.delays.Fixed(1 / 8)] * 3 + [pl.delays.Fixed(10.0)]
     workers = {f"w{i}": pl.planner.WorkerProfile(each) for i, each in enumerate(delays)}
-    found = pl.Profile(workers, 8, surface=pl.planner.measure_loss_surface(learner))
+    found = pl.planner.Profile(workers, 8, surface=pl.planner.measure_loss_surface(learner))
     policy = pl.asynchronous(damping=False)
     told = pl.forecast(policy, found, learning_rate=0.3, target=1e-5, seeds=1)
     run = pl.Trainer(learner, policy, pl.Simulator(4, delays, unit=1), progress=False).fit(

@@ -26,9 +26,9 @@ SURFACE = pl.planner.Surface(
 LEARNER = pl.learners.Quadratic((1.0, 0.1) * 200, noise=1.0, batch_size=32)
 
 
-def of(*delays: object, **more: object) -> pl.Profile:
+def of(*delays: object, **more: object) -> pl.planner.Profile:
     workers = {f"w{i}": pl.planner.WorkerProfile(each) for i, each in enumerate(delays)}  # type: ignore[arg-type]
-    return pl.Profile(workers, 32, **more)  # type: ignore[arg-type]
+    return pl.planner.Profile(workers, 32, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def of(*delays: object, **more: object) -> pl.Profile:
 def test_a_delay_comes_back_from_a_file(delay: object, tmp_path: Path) -> None:
     profile = of(delay, pl.delays.Fixed(2.0))
     profile.save(tmp_path / "profile.json")
-    assert pl.Profile.load(tmp_path / "profile.json") == profile
+    assert pl.planner.Profile.load(tmp_path / "profile.json") == profile
 
 
 def test_all_of_it_comes_back() -> None:
@@ -61,17 +61,17 @@ def test_all_of_it_comes_back() -> None:
         "w0": pl.planner.WorkerProfile(pl.delays.Fixed(1.0), pl.delays.Link(0.1, 1e6, 1e5)),
         "w1": pl.planner.WorkerProfile(pl.delays.Exponential(1.0)),  # whose bandwidths are infinite
     }
-    profile = pl.Profile(workers, 64, 1000, prices, SURFACE, ("a note",), False, False)
-    assert pl.Profile.from_json(profile.to_json()) == profile
+    profile = pl.planner.Profile(workers, 64, 1000, prices, SURFACE, ("a note",), False, False)
+    assert pl.planner.Profile.from_json(profile.to_json()) == profile
     json.loads(profile.to_json(), parse_constant=pytest.fail)  # no NaN, no Infinity
 
 
 def test_a_file_builds_nothing_else() -> None:
     text = of(pl.delays.Fixed(1.0)).to_json()
     with pytest.raises(ValueError, match="unknown law 'Popen'; known are Fixed"):
-        pl.Profile.from_json(text.replace('"Fixed"', '"Popen"'))
+        pl.planner.Profile.from_json(text.replace('"Fixed"', '"Popen"'))
     with pytest.raises(ValueError, match="no profile of format 1"):
-        pl.Profile.from_json('{"format": 7}')
+        pl.planner.Profile.from_json('{"format": 7}')
 
 
 def test_a_run_is_simulated_again_as_it_was() -> None:
@@ -189,18 +189,18 @@ def test_a_surface_is_the_same_with_an_outer_optimizer() -> None:
 
 
 def test_numbers_of_numpy_are_saved() -> None:
-    found = pl.Profile(
+    found = pl.planner.Profile(
         {"w0": pl.planner.WorkerProfile(pl.delays.Fixed(1.0), pl.delays.Link(np.float64(0.1)))}, 8,
         surface=pl.planner.Surface(1.0, 1.0, 1.0, ((1.0, 1.0),), floor=np.float64(0.5)),
     )  # fmt: skip
-    assert pl.Profile.from_json(found.to_json()) == found
+    assert pl.planner.Profile.from_json(found.to_json()) == found
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="a profile names them w0, w1"):
-        pl.Profile({"w1": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 8)
+        pl.planner.Profile({"w1": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 8)
     with pytest.raises(ValueError, match="use a batch >= 1"):
-        pl.Profile({"w0": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 0)
+        pl.planner.Profile({"w0": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 0)
     with pytest.raises(ValueError, match="give as floor= the loss of the best model"):
         pl.planner.Surface(1.0, 1.0, 1.0, ((1.0, 1.0),), floor=2.0)
     with pytest.raises(ValueError, match="no curvature is above 0 here"):

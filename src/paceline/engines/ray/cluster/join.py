@@ -68,7 +68,6 @@ def connect(
     that is started here has `store_bytes`, and a gigabyte more for a dataset that is given as an
     object, not as a function.
     """
-    _refuse_torchrun(workers)
     # Every call has a callback and a deadline; Ray need not report the objects of failed ones.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
@@ -144,7 +143,7 @@ def node_addresses() -> list[str]:
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
-def _refuse_torchrun(workers: int) -> None:
+def refuse_torchrun(workers: int) -> None:
     """Refuse to be one of several drivers, each of which would train a model of its own."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
