@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from paceline.report.callbacks import Live
+
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from fashion_mnist import fashion_mnist
@@ -36,7 +38,7 @@ class Picture(pl.Callback):
     def __init__(self, seconds: float) -> None:
         self._timer, self._noted = threading.Timer(seconds, self._take), Noted()
 
-    def started(self, live: pl.Live) -> None:
+    def started(self, live: Live) -> None:
         self._live = live
 
     def stepped(self, progress: pl.Progress) -> None:
