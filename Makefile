@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test coverage cluster timing fresh release-check bench gpu docs
+.PHONY: check format lint types test coverage cluster long timing fresh release-check bench gpu docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -17,8 +17,8 @@ lint:  ## pyproject.toml has the settings; codespell's list of words is there to
 types:
 	$(PYTHON) -m mypy
 
-test:  ## fast tests and doctests, no cluster; a thread for each of two processes
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal -m "not cluster and not fresh" tests
+test:  ## fast tests and doctests, no cluster; what fails is tried once more, and named
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --reruns=1 -raR -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 coverage:  ## branches of core/ and policies/ that their unit tests take; below 90 % is a failure
@@ -27,7 +27,10 @@ coverage:  ## branches of core/ and policies/ that their unit tests take; below 
 	$(PYTHON) -m coverage report --skip-covered --include='*/paceline/policies/*'
 
 cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
-	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing" tests/cluster tests/contract
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing and not long" tests/cluster tests/contract
+
+long:  ## the tests on a real Ray that take half a minute or more each
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and not timing" tests/cluster
 
 timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m timing tests/cluster

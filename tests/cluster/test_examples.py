@@ -53,6 +53,7 @@ def test_simulate_ranks_the_policies() -> None:
 
 
 @needs("lightning")
+@pytest.mark.long
 def test_a_lightning_module_learns_in_spite_of_a_slow_worker() -> None:
     output = run("examples/lightning_digits.py")
     losses = re.search(r"loss before ([\d.]+), after ([\d.]+)", output)
@@ -62,6 +63,7 @@ def test_a_lightning_module_learns_in_spite_of_a_slow_worker() -> None:
 
 
 @needs("transformers")
+@pytest.mark.long
 def test_a_model_of_transformers_learns_and_stays_tied() -> None:
     output = run("examples/transformers_tiny.py")
     losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)
@@ -69,6 +71,7 @@ def test_a_model_of_transformers_learns_and_stays_tied() -> None:
     assert "share their weights: True" in output
 
 
+@pytest.mark.long
 def test_a_gpt_learns_on_ray() -> None:
     output = run("examples/gpt.py", "--ray", "--steps", "40")
     losses = re.search(r"test loss before ([\d.]+), after ([\d.]+)", output)

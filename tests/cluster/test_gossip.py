@@ -81,6 +81,7 @@ def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
     assert max(float(torch.dist(m, mean)) for m in models) < 0.5 * float(mean.norm())
 
 
+@pytest.mark.long
 def test_a_node_that_hangs_is_left_out_in_the_end() -> None:
     engine, stopped = pl.Ray(workers=3), list[int]()
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs here are real")
+@pytest.mark.long
 def test_placement_on_claimed_gpus_and_a_small_store() -> None:
     command = [sys.executable, "-m", "tests.cluster.gpu_run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

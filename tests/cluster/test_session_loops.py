@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,7 +109,7 @@ def test_a_plain_loop() -> None:
     first = copy.deepcopy(model)
     with join(model, adamw(model)) as session:
         count = loop(session)
-        assert session.ended == f"{STEPS} steps taken"
+        assert session.ended == f"{STEPS} steps taken" and session.version == STEPS
         assert STEPS <= count <= STEPS + 1
     assert same(model, alone(first, adamw(first)))
 
@@ -317,6 +318,25 @@ def test_a_session_with_other_settings_is_refused() -> None:
         other = net()
         with pytest.raises(ValueError, match="has 10 samples, and the run has 96"):
             pl.session(other, adamw(other), run=session.run).batches(TensorDataset(INPUTS[:10]))
+
+
+def test_a_schedule_that_watches_a_metric() -> None:
+    model = net()
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match="depends on steps alone"):
+        join(model, optimizer, scheduler=ReduceLROnPlateau(optimizer))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    saves = pl.Checkpoints(tmp_path, every=2)
+    model = net()
+    first = copy.deepcopy(model)
+    with join(model, adamw(model), steps=3, checkpoints=saves) as session:
+        loop(session)
+    model = net()
+    with join(model, adamw(model), checkpoints=saves, resume=True) as session:
+        assert loop(session) == STEPS - 3
+    assert same(model, alone(first, adamw(first)))
 
 
 def test_an_optimizer_with_a_past() -> None:

@@ -160,6 +160,7 @@ def test_processes_are_killed_and_stopped(tmp_path: Path, kills: int, steps: int
     assert sum(isinstance(entry.event, Left) for entry in run) >= kills // 2
 
 
+@pytest.mark.long
 def test_a_process_that_joins_late(tmp_path: Path) -> None:
     environment = {**os.environ, **PATH}
     with launched(2, tmp_path, "--run", "late", join=[2, 3], pause=0.1, steps=400) as code:
@@ -221,3 +222,30 @@ def test_all_samples_are_handed_out_once(tmp_path: Path) -> None:
     every_sample_is_told(run)
     used = sum(each.samples for each in sample_fates(run) if each.fate == "used")
     assert used == SAMPLES
+
+
+def test_a_run_that_is_served(tmp_path: Path) -> None:
+    """`serve` prints what other terminals need, and the result at the end."""
+    options = ["--batch-size", str(BATCH), "--workers", "1-2", "--steps", "30", "--json"]
+    served = subprocess.Popen(
+        [sys.executable, "-u", "-m", "paceline", "serve", "--run", "shown", *options],
+        env={**os.environ, **PATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert served.stderr is not None and served.stdout is not None
+        assert "waits for workers" in served.stderr.readline()
+        words = served.stderr.readline().split()
+        assert words[0] == "export"
+        told = dict(word.split("=", 1) for word in words[1:])
+        script = [sys.executable, str(SCRIPT), str(tmp_path), "join=[1, 2]", "steps=30"]
+        done = subprocess.run(script, env={**os.environ, **PATH, **told}, timeout=200)
+        assert done.returncode == 0
+        output, errors = served.communicate(timeout=120)
+    finally:
+        served.kill()
+    assert served.returncode == 0, errors
+    assert json.loads(output)["step"] == 30
+    assert "step 30" in errors

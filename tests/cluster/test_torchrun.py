@@ -62,6 +62,7 @@ def test_a_sampler_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     assert "seen: [6, 6]" in torchrun(script(tmp_path, EARLY), seconds=240, ranks=2)
 
 
+@pytest.mark.long
 def test_the_example_names_the_slowed_rank() -> None:
     output = torchrun(ROOT / "examples/torchrun_ddp.py", seconds=240, ranks=3)
     assert "rank 2 is the slowest" in output

@@ -19,7 +19,7 @@ from paceline.cli.scripts import SCRIPT
 from paceline.cli.show import json_option, print_json, say
 
 _LOOK = 0.1  # seconds between two looks at the processes
-_PATIENCE = 20.0  # seconds that processes may take to end after SIGTERM
+_PATIENCE = 20.0  # seconds that processes may take to end after a signal
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -52,7 +52,7 @@ def launch(
     SCRIPT calls `paceline.session` or `paceline.local_steps`, which join the run. A process that
     fails is started again. Options go before SCRIPT; everything after SCRIPT belongs to the script.
     """
-    from paceline.sessions.cluster import gcs_address, start_ray, tell_gone
+    from paceline.sessions.cluster import gcs_address, is_over, start_ray, tell_gone
 
     name = name or f"launch-{uuid.uuid4().hex[:8]}"
     start_ray(address or os.environ.get("RAY_ADDRESS"), workers)
@@ -63,7 +63,9 @@ def launch(
         "OMP_NUM_THREADS": str(threads or max((os.cpu_count() or 1) // workers, 1)),
     }
     tell = partial(tell_gone, name)
-    processes = Processes([sys.executable, str(script), *args], shared, restarts, tell)
+    processes = Processes(
+        [sys.executable, str(script), *args], shared, restarts, tell, partial(is_over, name)
+    )
     for index in range(workers):
         processes.start(index)
     code = processes.wait()
@@ -83,9 +85,10 @@ class Processes:
         shared: dict[str, str],
         restarts: int,
         gone: Callable[[int], None],
+        over: Callable[[], bool],
     ) -> None:
-        """gone: is called with the pid of a process that has ended."""
-        self._command, self._shared, self._gone = command, shared, gone
+        """gone: is called with the pid of a process that has ended; over: has the run ended?"""
+        self._command, self._shared, self._gone, self._over = command, shared, gone, over
         self._left: dict[int, int] = {}  # restarts, by worker
         self._restarts, self.restarted = restarts, 0
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -108,7 +111,7 @@ class Processes:
                     del self._running[index]
                     self._gone(process.pid)
                     left = self._left.setdefault(index, self._restarts)
-                    if ended and left and not self._ending:
+                    if ended and left and not self._ending and not self._over():
                         self._left[index] = left - 1
                         self.restarted += 1
                         say(f"worker {index} ended with exit code {ended}; it is started again")
@@ -118,15 +121,15 @@ class Processes:
         finally:
             for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
                 signal.signal(number, handler)
-        return code
+        return 128 + self._ending if self._ending else abs(code)
 
-    _ending = False
+    _ending = 0  # the signal that ends all
 
     def _end(self, number: int, frame: Any) -> None:
         """End all processes; kill those that stay."""
-        self._ending = True
+        self._ending = number
         for process in self._running.values():
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # so that it leaves the run as at its end
         deadline = time.monotonic() + _PATIENCE
         for process in self._running.values():
             try:

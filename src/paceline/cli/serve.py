@@ -15,6 +15,7 @@ from paceline.cli.show import json_option, print_json, say
 
 _LOOK = 1.0  # seconds between two looks at the run
 _ANSWER = 60.0  # seconds that the run may take to answer
+_RETURN = 120.0  # seconds in which the hub must be back, if it is restarted
 
 
 @click.command()
@@ -41,7 +42,9 @@ def serve(name: str, as_json: bool, **given: Any) -> None:
     start_ray(given["address"] or os.environ.get("RAY_ADDRESS"), 1)
     hub = hub_actor(name, _options(given), detached=False, resumed=given["resume"])
     say(f"run {name} waits for workers; in other terminals:")
-    say(f"  export RAY_ADDRESS={gcs_address()} PACELINE_RUN={name}")
+    mode = os.environ.get("RAY_AUTH_MODE")
+    token = "" if mode is None else f" RAY_AUTH_MODE={mode}"
+    say(f"  export RAY_ADDRESS={gcs_address()} PACELINE_RUN={name}{token}")
     status = Watch(hub, name).until_the_end()
     if as_json:
         shown = {"run": name, "step": status.step, "loss": status.loss, "ended": status.ended}
@@ -86,13 +89,19 @@ class Watch:
 
     def until_the_end(self) -> Any:
         """Return the last status of the run; raise RuntimeError if it has failed."""
-        from paceline.sessions.cluster import answer_of
+        from paceline.sessions.cluster import status_of
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
-        shown = -1
+        shown, answered = -1, time.monotonic()
         while True:
-            status = answer_of(self._hub.status.remote(), _ANSWER)
+            status = status_of(self._hub, _ANSWER)
+            if status is None:
+                if time.monotonic() - answered > _RETURN:
+                    raise RuntimeError(f"run {self._name} has not answered for {_RETURN:g} s")
+                time.sleep(_LOOK)
+                continue
+            answered = time.monotonic()
             if status.step != shown or status.ended:
                 loss = "" if status.loss is None else f", loss {status.loss:.4g}"
                 say(f"step {status.step}{loss}, {status.workers} workers")

@@ -51,6 +51,18 @@ def note_of(pid: int) -> str:
     return f"{socket.gethostname()}:{pid}"
 
 
-def answer_of(asked: Any, timeout: float) -> Any:
-    """Return the answer of an actor."""
-    return ray.get(asked, timeout=timeout)
+def status_of(hub: Any, timeout: float) -> Any:
+    """Return the status of a run; None if its hub does not answer, as while it is restarted."""
+    try:
+        return ray.get(hub.status.remote(), timeout=timeout)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+
+
+def is_over(run: str, timeout: float = 30.0) -> bool:
+    """Return whether a run has ended, or never began."""
+    try:
+        status = status_of(ray.get_actor(run, NAMESPACE), timeout)
+    except ValueError:
+        return True
+    return status is not None and bool(status.ended)

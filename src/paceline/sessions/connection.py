@@ -218,7 +218,7 @@ def _end_of(ended: Ended) -> RunEnded:
     model = None
     if ended.model is not None:
         model = ray.get(ended.model, timeout=_ANSWER)
-    return RunEnded(ended.reason, ended.failed, model)
+    return RunEnded(ended.reason, ended.failed, model, ended.step)
 
 
 def _line(error: BaseException) -> str:

@@ -49,11 +49,12 @@ class Welcome(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The last answer to a client: why the run ended, whether by an error, and the model."""
+    """The last answer to a client: why the run ended, whether by an error, the model, its step."""
 
     reason: str
     failed: bool
     model: Any = None
+    step: int = 0
 
 
 class Status(NamedTuple):
@@ -201,7 +202,7 @@ class Hub:
             run = self._fit(hello, recipe)
             model = ray.put(_vector(run, recipe))
             self._summary = run.summary()
-            ended = Ended(run.reason, False, model)
+            ended = Ended(run.reason, False, model, run.steps)
         except BaseException as error:
             ended = Ended(f"{type(error).__name__}: {error}", True)
             logger.warning("run %s has failed: %s", self._run, ended.reason)
@@ -229,7 +230,7 @@ class Hub:
             codec=given.codec,
             model_codec=given.model_codec,
         )
-        if self._resumed and given.checkpoints is not None:
+        if (self._resumed or given.resume) and given.checkpoints is not None:
             trainer.resume(given.checkpoints, missing_ok=True)
         never: Callable[[Any], bool] = lambda progress: False  # noqa: E731
         return trainer.fit(steps=given.steps, epochs=given.epochs, until=never)

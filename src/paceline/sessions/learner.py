@@ -48,6 +48,8 @@ def _in_the_loop(model: nn.Module, batch: Any) -> Any:
 class LoopLearner(TorchLearner):
     """Has the server's side of `TorchLearner`; the other side is in the user's process."""
 
+    knows_loss = False
+
     def for_workers(self) -> Any:
         """Return nothing: a client has its own model."""
         return None

@@ -35,6 +35,7 @@ class Options:
     timeout: float | None = None
     journal: str | None = None
     checkpoints: Checkpoints | None = None
+    resume: bool | None = None
     prices: Prices | None = None
     placement: Placement | None = None
     codec: Codec | None = None

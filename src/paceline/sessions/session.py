@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.core.checks import check_seconds, check_whole
 from paceline.core.logs import logger_of
@@ -56,6 +56,7 @@ def session(
     timeout: float | None = None,
     journal: Path | str | None = None,
     checkpoints: Checkpoints | None = None,
+    resume: bool = False,
     prices: Prices | None = None,
     placement: Placement | None = None,
     codec: Codec | None = None,
@@ -80,6 +81,7 @@ def session(
     steps, epochs: when the run ends; without them it ends when all processes have left.
     address: of a Ray cluster; by default RAY_ADDRESS, or the one on this machine.
     timeout: seconds a process may take for a task before another computes it.
+    resume: whether a new run begins with the newest of `checkpoints`.
     Other arguments are those of `Trainer`.
     """
     if micro_batch is not None:
@@ -104,6 +106,7 @@ def session(
         timeout=timeout,
         journal=None if journal is None else str(Path(journal).absolute()),
         checkpoints=checkpoints,
+        resume=resume or None,
         prices=prices,
         placement=placement,
         codec=codec,
@@ -143,9 +146,11 @@ def _check_live(model: Any, optimizer: Any, scheduler: Any) -> None:
     if optimizer.state:
         raise ValueError(
             f"{type(optimizer).__name__} has taken steps already, and the run begins with a new "
-            "state; join before the first step, and give checkpoints= to go on with an earlier run"
+            "state; join before its first step, or go on with a run by checkpoints= and resume=True"
         )
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+    if scheduler is not None and (
+        not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
+    ):
         raise ValueError(
             f"scheduler= is a {type(scheduler).__name__}; give a schedule of "
             "torch.optim.lr_scheduler that depends on steps alone"
@@ -181,7 +186,8 @@ class Session:
         self._connection: Connection | None = None
         self._queue: Queue | None = None
         self._turn: Turn | None = None
-        self._done, self._losses = 0, 0.0  # samples of the turn so far, and their losses
+        self._done = 0  # samples of the turn so far
+        self._losses: float | None = None  # their losses, if they are known
         self._ended: RunEnded | None = None
         self._seed = 0
         self._lrs: list[Any] = [group["lr"] for group in optimizer.param_groups]
@@ -249,7 +255,7 @@ class Session:
         self._queue.due.remove(piece)
         count = len(piece.indices)
         self._done += count
-        self._losses += count * _number(loss)
+        self._losses = None if loss is None else (self._losses or 0.0) + count * _number(loss)
         if self._queue.due:
             return self._keep(count / turn.task.samples)
         self._deliver(turn, count / turn.task.samples, finite)
@@ -263,6 +269,8 @@ class Session:
     @property
     def version(self) -> int:
         """The steps that the weights here have taken."""
+        if self._ended is not None:
+            return self._ended.step
         return 0 if self._turn is None else self._turn.task.version
 
     @property
@@ -300,7 +308,7 @@ class Session:
         turn = self._turn
         self._flat.load([turn.model])
         self._clear()
-        self._done, self._losses = 0, 0.0
+        self._done, self._losses = 0, None
         self._queue.begin(turn, self._seed)
         _seed(turn)
         settings = self._rates.groups(turn.task.version)
@@ -317,7 +325,8 @@ class Session:
         flat.buffer_change()
         vector = flat.grads.cpu().numpy() if finite else None
         samples = turn.task.samples if finite else 0
-        stats = {"loss": self._losses / max(self._done, 1)} if finite else {}
+        known = finite and self._losses is not None
+        stats = {"loss": (self._losses or 0.0) / max(self._done, 1)} if known else {}
         if not self._turns.finish(turn, vector, samples, stats):
             self.wasted += 1
 
@@ -382,7 +391,5 @@ def _seed(turn: Turn) -> None:
         torch.cuda.manual_seed(turn.seed)
 
 
-def _number(loss: Tensor | float | None) -> float:
-    if loss is None:
-        return 0.0
+def _number(loss: Tensor | float) -> float:
     return float(loss.detach().item() if isinstance(loss, Tensor) else loss)

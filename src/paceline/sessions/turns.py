@@ -26,11 +26,12 @@ class RunEnded(Exception):
     """The run has ended; no further turn comes.
 
     model: the last model as it is sent; None if there is none.
+    step: its version.
     """
 
-    def __init__(self, reason: str, failed: bool, model: Array | None) -> None:
+    def __init__(self, reason: str, failed: bool, model: Array | None, step: int = 0) -> None:
         super().__init__(reason)
-        self.reason, self.failed, self.model = reason, failed, model
+        self.reason, self.failed, self.model, self.step = reason, failed, model, step
 
 
 class Turn:

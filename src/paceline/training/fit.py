@@ -187,7 +187,7 @@ class Fit:
     def _is_sound(self) -> bool:
         """Return whether the last loss is finite; a model with another loss is not saved."""
         losses = self._meter.columns["loss"]
-        return not self._settings.has_arithmetic or not losses or isfinite(losses[-1])
+        return not self._settings.knows_loss or not losses or isfinite(losses[-1])
 
     def _model(self) -> Any:
         """Return a copy of the model as it is now."""

@@ -86,6 +86,11 @@ class Settings:
     def has_arithmetic(self) -> bool:
         return not isinstance(self.learner, TimingOnly)
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether every result has a loss; a loop of the user's may report none."""
+        return self.has_arithmetic and getattr(self.learner, "knows_loss", True)
+
     def server(self) -> Server:
         """Make a server with the initial model."""
         server, robust = self.learner.server(), self.given.robust
