@@ -45,6 +45,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/simulator.py
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/stragglers.py
+	$(PYTHON) benchmarks/sessions.py
 	$(PYTHON) benchmarks/dataplane.py
 	$(PYTHON) benchmarks/dataplane.py --large
 	$(PYTHON) benchmarks/selection.py

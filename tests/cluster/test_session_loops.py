@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.data.sampling import Stream
-from paceline.sessions.cluster import start_ray
+from paceline.sessions.cluster import NAMESPACE, is_over, start_ray
 from paceline.sessions.session import Session
 
 pytestmark = pytest.mark.cluster
@@ -337,6 +338,31 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     with join(model, adamw(model), checkpoints=saves, resume=True) as session:
         assert loop(session) == STEPS - 3
     assert same(model, alone(first, adamw(first)))
+
+
+@pytest.mark.long
+def test_the_hub_of_an_ended_run_goes_away() -> None:
+    import ray
+
+    model = net()
+    with join(model, adamw(model), steps=1) as session:
+        loop(session)
+    deadline = time.monotonic() + 120
+    while not is_over(session.run) or _has_hub(session.run):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.get_actor(session.run, NAMESPACE)
+
+
+def _has_hub(run: str) -> bool:
+    import ray
+
+    try:
+        ray.get_actor(run, NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def test_an_optimizer_with_a_past() -> None:

@@ -194,6 +194,10 @@ class Hub:
         elif self._ended is None:
             self._ended = Ended(reason, False)
 
+    async def retire(self) -> None:
+        """End this process; Ray lets only a call to an actor do so."""
+        ray.actor.exit_actor()
+
     # --- the run ---------------------------------------------------------------------------------
 
     def _train(self, hello: Hello, recipe: Recipe) -> None:
@@ -267,7 +271,8 @@ class Hub:
                 continue
             since = min(since, now)
             if now - since > _LINGER:
-                ray.actor.exit_actor()
+                ray.get_runtime_context().current_actor.retire.remote()
+                return
 
     def _wake(self, client: str) -> None:
         def set_it() -> None:
