@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -138,6 +139,13 @@ def recipe_of(
 def _check_live(model: Any, optimizer: Any, scheduler: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model= is a {type(model).__name__}; give the nn.Module of your loop")
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    if isinstance(model, DistributedDataParallel) or sharded:
+        raise ValueError(
+            "the model is shared by a group of processes (DDP or FSDP), and each process of a "
+            "session is a worker of its own; use pl.local_steps(…, process_group=…), or give the "
+            "plain module"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer= is a {type(optimizer).__name__}; give the torch.optim.Optimizer of your "
@@ -247,7 +255,7 @@ class Session:
         finite = self._unscale(scaler)
         if piece is None or piece not in self._queue.due or turn.abandoned:
             self.wasted += 1
-            self._clear()
+            self._zero()  # not what earlier batches of the turn have given
             if turn.abandoned:
                 self._next()
             return
@@ -351,9 +359,13 @@ class Session:
         self._flat.grads.zero_()
 
     def _clear(self) -> None:
+        """Forget all gradients of the turn."""
+        self._sum.zero_()
+        self._zero()
+
+    def _zero(self) -> None:
         """Set all gradients to zero, as views of the flat vector."""
         self._flat.grads.zero_()
-        self._sum.zero_()
         for parameter, (start, stop) in zip(self._flat.parameters, self._flat.spans(), strict=True):
             parameter.grad = self._flat.grads[start:stop].view_as(parameter)
 
