@@ -53,13 +53,16 @@ def test_every_module_works_or_says_the_sentence(tmp_path: Path) -> None:
     )
     *needy, imported = python(tmp_path, "-c", f"import sys\n{code}").split()
     assert imported == "False"
-    assert set(needy) == {"paceline.engines.ray", "paceline.gossip.ray", "paceline.testing.hosts"}
+    folders = {"paceline.engines.ray", "paceline.gossip.ray", "paceline.sessions"}
+    assert set(needy) == {*folders, "paceline.testing.hosts"}
 
 
 @pytest.mark.parametrize(
     "use",
     [
         "pl.Ray(workers=2)",
+        "pl.session(None, None)",
+        "pl.local_steps(None, None)",
         "pl.trackers.Prometheus()",
         "from paceline.engines.ray.pool import Pool",
         "from paceline.gossip.ray.driver import RayGossip",
