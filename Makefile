@@ -29,7 +29,7 @@ coverage:  ## branches of core/ and policies/ that their unit tests take; below 
 cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing and not long" tests/cluster tests/contract
 
-long:  ## the tests on a real Ray that take half a minute or more each
+long:  ## more tests on a real Ray, which take long together: after a change of what they test, before a release
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and not timing" tests/cluster
 
 timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine

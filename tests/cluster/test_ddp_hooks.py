@@ -30,7 +30,7 @@ from tests.cluster.ddp_hooks import (
 )
 from tests.cluster.test_ddp import torchrun
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 HOOKED = sorted(CASES.keys() - {"plain"})

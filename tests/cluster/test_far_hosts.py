@@ -15,7 +15,7 @@ import pytest
 
 from paceline.testing.hosts import Hosts, missing
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("far_run.py")
 

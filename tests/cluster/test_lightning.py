@@ -16,7 +16,7 @@ if not os.environ.get("CI"):  # there it must be
     pytest.importorskip("lightning")
 from tests.unit.integrations.test_lightning import SCHEDULES, Classifier, make_data
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

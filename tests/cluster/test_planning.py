@@ -9,7 +9,7 @@ import pytest
 import paceline as pl
 from tests.conftest import make_learner
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def test_a_cluster_is_measured_and_planned_for(ray_workers: pl.Ray) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.test_ddp import ROOT, launched, torchrun
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 DRIVER = """
 import paceline as pl
