@@ -35,9 +35,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 def _ray() -> Iterator[None]:
     import ray
 
-    start_ray(None, 2)
+    ours = start_ray(None, 2)  # other tests keep a Ray of their own in this process
     yield
-    ray.shutdown()
+    if ours:
+        ray.shutdown()
 
 
 def net(norm: bool = False) -> nn.Module:
