@@ -35,9 +35,7 @@ SILENCE = 10.0
 """Seconds without a sign of life after which a client counts as lost."""
 POLL = 2.0
 """Seconds after which a client asks again, if there is nothing for it."""
-_LINGER = (
-    30.0  # seconds that the hub of an ended run waits for clients that are still to hear of it
-)
+_LINGER = 30.0  # seconds in which clients may still ask how the run ended
 
 
 class Welcome(NamedTuple):
@@ -107,7 +105,10 @@ class Hub:
             self._looking = self._loop.create_task(self._look_after())
         if self._first is not None:
             hello.check(self._first)
-        self._options = self._options.merged(hello.options)
+        merged = self._options.merged(hello.options)
+        if self._first is not None:
+            self._options.check_unchanged(merged)
+        self._options = merged
         self._numbers += 1
         self._missing = max(self._missing - 1, 0)
         client = f"{hello.note}#{self._numbers}.{os.getpid()}"
@@ -217,7 +218,8 @@ class Hub:
         given = self._options
         if given.batch_size is None:
             raise ValueError("no session has named the global batch; give batch_size=")
-        least, most = given.workers or (1, min(DEFAULT_MOST, given.batch_size))
+        shares = DEFAULT_MOST if recipe.outer is not None else given.batch_size
+        least, most = given.workers or (1, min(DEFAULT_MOST, shares))
         self._engine = Sessions(most, self._seats, timeout=self._timeout, last=given.steps)
         trainer = Trainer(
             learner_of(recipe, given.batch_size, hello.examples),

@@ -55,6 +55,15 @@ class Options:
                 )
         return replace(self, **found)
 
+    def check_unchanged(self, merged: Options) -> None:
+        """Raise ValueError if a session gives a setting that the run has begun without."""
+        names = [each.name for each in fields(self)]
+        if new := [name for name in names if getattr(self, name) != getattr(merged, name)]:
+            raise ValueError(
+                f"the run has begun without {new[0]}=, and this session gives it; leave it out, "
+                "give it in every process, or name another run="
+            )
+
 
 def _text(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str | tuple) else describe(value)

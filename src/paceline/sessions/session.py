@@ -80,7 +80,7 @@ def session(
     clip_norm: clips the gradient of the whole batch to this norm.
     micro_batch: the most samples of a batch; `step` adds up the gradients of a task's batches.
     steps, epochs: when the run ends; without them it ends when all processes have left.
-    address: of a Ray cluster; by default RAY_ADDRESS, or the one on this machine.
+    address: of a Ray cluster; by default RAY_ADDRESS, which `paceline launch` sets.
     timeout: seconds a process may take for a task before another computes it.
     resume: whether a new run begins with the newest of `checkpoints`.
     Other arguments are those of `Trainer`.

@@ -26,6 +26,13 @@ def test_settings_that_differ(more: Options, told: str) -> None:
         Options(policy=pl.k_sync(2), batch_size=64).merged(more)
 
 
+def test_a_setting_that_comes_too_late() -> None:
+    begun = Options(batch_size=64)
+    begun.check_unchanged(begun.merged(Options(batch_size=64)))
+    with pytest.raises(ValueError, match="begun without steps="):
+        begun.check_unchanged(begun.merged(Options(steps=10)))
+
+
 def test_numbers_of_workers() -> None:
     assert workers_given(None) is None
     assert workers_given(4) == (4, 4)
