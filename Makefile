@@ -54,6 +54,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/messages.py
 	$(PYTHON) benchmarks/planner.py
 	$(PYTHON) benchmarks/report.py
+	$(PYTHON) benchmarks/tokens.py
 	$(PYTHON) benchmarks/chaos.py
 	$(PYTHON) benchmarks/chaos_soak.py
 	$(PYTHON) benchmarks/fleet.py

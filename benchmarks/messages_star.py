@@ -31,8 +31,8 @@ from _fashion import accuracy, loss, vectors
 from _report import Lines, machine, told
 from paceline.codecs.base import Codec
 from paceline.core.policy import Policy
+from paceline.learners.loss import Loss
 from paceline.learners.optimize import MakeOptimizer
-from paceline.learners.torch import Loss
 
 WORKERS = 8
 QUICK = ("dense", "no communication", "sign, feedback", "top 1 % + int8, feedback")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import paceline as pl
 from paceline.core.protocol import Left
+from tests import ragged
 from tests.cluster.test_faults import At, heavy_learner, lives
 from tests.conftest import flat, make_learner
 
@@ -64,6 +65,13 @@ def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: s
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
     assert pl.replay(run.driven_policy, run.journal) == run.journal
+
+
+@pytest.mark.parametrize("policy", [pl.sync(), pl.coded(1, messages=2)], ids=["sync", "coded"])
+def test_steps_are_means_over_tokens(ray_servers: pl.Ray, policy: Any) -> None:
+    given = {"seed": ragged.SEED, "progress": False}
+    run = pl.Trainer(ragged.learner(), policy, ray_servers, **given).fit(steps=4)
+    assert ragged.error(run, ragged.by_tokens(run)) < 1e-6
 
 
 def test_a_run_goes_on_with_other_servers(ray_servers: pl.Ray, tmp_path: object) -> None:

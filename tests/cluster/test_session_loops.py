@@ -125,6 +125,24 @@ def test_gradients_are_added_up(micro: int) -> None:
     assert same(model, alone(first, adamw(first)))
 
 
+def test_batches_weigh_by_their_counts() -> None:
+    """A loss over some samples of each batch: the step is the mean over all of them."""
+
+    def some(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return mse(model, inputs[inputs[:, 0] > 0.3], targets[inputs[:, 0] > 0.3])
+
+    model = net()
+    first = copy.deepcopy(model)
+    with join(model, adamw(model), micro_batch=5) as session:
+        loader = DataLoader(DATA, batch_sampler=session.batches(DATA))
+        while not session.ended:
+            for inputs, targets in loader:
+                loss = some(model, inputs, targets)
+                loss.backward()
+                session.step(loss, count=(inputs[:, 0] > 0.3).sum())
+    assert same(model, alone(first, adamw(first), loss=some))
+
+
 def test_clipping_and_a_schedule() -> None:
     model = net()
     first = copy.deepcopy(model)

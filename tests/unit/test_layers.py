@@ -64,12 +64,22 @@ PACKAGES: dict[str, set[str]] = {
 ONLY_IN = {
     "torch": {
         f"learners/{name}.py"
-        for name in ("torch", "flat", "early", "optimize", "transforms", "optimizer_recipe")
+        for name in (
+            "torch",
+            "replica",
+            "loss",
+            "flat",
+            "early",
+            "optimize",
+            "transforms",
+            "optimizer_recipe",
+        )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {f"integrations/{name}.py" for name in ("configured", "lightning", "trackers/tensorboard")}
     | {"gossip/messages.py", "planner/measure/curvature.py"}
-    | {f"sessions/{n}.py" for n in ("batches", "groups", "learner", "local_steps", "session")}
+    | {f"sessions/{n}.py" for n in ("batches", "gradients", "groups")}
+    | {f"sessions/{n}.py" for n in ("learner", "local_steps", "session")}
     | {path.relative_to(ROOT).as_posix() for path in (ROOT / "codecs").glob("*.py")},
     "hypothesis": {"testing/histories.py"},
     "fsspec": {"training/checkpoint/store.py"},

@@ -88,13 +88,6 @@ class Encoder:
         return self._sum.astype(dtype)
 
 
-def scaled(coefficients: Coefficients, factor: float) -> Coefficients:
-    """Return the coefficients multiplied by a factor."""
-    if isinstance(coefficients, tuple):
-        return tuple(factor * each for each in coefficients)
-    return factor * coefficients
-
-
 def encode(terms: Sequence[tuple[Coefficients, Array]], m: int) -> Array:
     """Return the message of some vectors, each with its coefficients.
 

@@ -13,7 +13,9 @@ from typing import Literal, Protocol, TypeAlias
 
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
-Stat: TypeAlias = Literal["loss", "norm", "dot", "sketch", "rate"]
+Stat: TypeAlias = Literal["loss", "count", "norm", "dot", "sketch", "rate"]
+"""A statistic of a result or a step. "count" is what the loss counts, such as tokens, per sample; a
+coded result has its counts encoded like its vector."""
 Stats: TypeAlias = Mapping[Stat, float]
 Figure: TypeAlias = Literal["norm", "change", "move"]
 """A norm per tensor. "norm" is |x_i| and "change" is |x_i - x̂_i|, for each tensor x_i that may be

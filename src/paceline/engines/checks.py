@@ -107,6 +107,9 @@ class ResultCheck:
             return f"it reports {samples!r} samples, and its task has {most}"
         if not isinstance(stats, dict) or not all(type(v) is float for v in stats.values()):
             return "its statistics are not numbers"
+        count = stats.get("count", 1.0)
+        if not isfinite(count) or (count < 0 and task.work.parts is None):
+            return f"its loss counts {count:g} per sample"
         if vector is None:
             return None if norm is None or not samples else self._far(task, norm)
         expected = -(-self._size // task.work.messages)

@@ -7,13 +7,16 @@ The simulator and the driver on Ray share it. Model servers take their steps in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from paceline.codes.blocks import decoded
+from paceline.core.averages import by_count, mean_loss
 from paceline.core.protocol import Coefficients, Stat, Stats, TaskId, Want, WorkerId
-from paceline.learners.base import Array, Server, mean_loss
+from paceline.learners.base import Array, Server
+from paceline.learners.robust import RobustServer
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes, Codec
@@ -21,8 +24,20 @@ if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.uplink import Receiver
 
 
+Numbers: TypeAlias = dict[TaskId, float | None]
+
+
 class Refused(Exception):
     """A result that cannot be read; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A result until a step uses it."""
+
+    vector: Array | None
+    loss: float | None
+    count: float | None
 
 
 class Results:
@@ -41,7 +56,7 @@ class Results:
     ) -> None:
         self._server, self._wants, self._codec = server, wants, codec
         self.version = version
-        self._held: dict[TaskId, tuple[Array | None, float | None]] = {}  # vector and loss
+        self._held: dict[TaskId, _Held] = {}
         self._receivers: dict[WorkerId, Receiver] = {}
         self._model_codec = model_codec
         self._downlink: Downlink | Values | None = None
@@ -79,11 +94,11 @@ class Results:
 
     def hold(self, task: TaskId, vector: Array | None, stats: Stats) -> None:
         """Keep a result until a step uses it."""
-        self._held[task] = vector, stats.get("loss")
+        self._held[task] = _Held(vector, stats.get("loss"), stats.get("count"))
 
     def vector(self, task: TaskId) -> Array | None:
         """Return the vector of a held result."""
-        return self._held[task][0]
+        return self._held[task].vector
 
     def drop(self, task: TaskId) -> None:
         """Forget a result, if it is held."""
@@ -96,11 +111,18 @@ class Results:
                 f"results of tasks {missing} are missing at a step; this is a bug in the engine"
             )
         results = [self._held[task] if keep else self._held.pop(task) for task in weights]
-        factors = list(weights.values())
-        stats = mean_loss(factors, [loss for _, loss in results])
-        vectors = [vector for vector, _ in results if vector is not None]
+        given, counts = list(weights.values()), [result.count for result in results]
+        if isinstance(self._server, RobustServer) and any(count is not None for count in counts):
+            raise ValueError(
+                "the loss returns a count, which lets a wrong worker set its own weight, and "
+                "robust= limits weights; return the mean loss alone, or leave robust= out"
+            )
+        loss = mean_loss(given, [result.loss for result in results], counts)
+        vectors = [result.vector for result in results if result.vector is not None]
+        factors = by_count(given, counts)
         plain, sums = decoded(factors, vectors, (0, self._server.layout.size))
         self.version += 1
+        stats: dict[Stat, float] = {} if loss is None else {"loss": loss}
         return stats | self._server.step(plain, sums, self._wants)
 
     # --- the model -------------------------------------------------------------------------------
@@ -132,23 +154,27 @@ class Results:
 
     # --- saving ----------------------------------------------------------------------------------
 
-    def save(self) -> tuple[dict[str, Array], dict[TaskId, float | None]]:
-        """Return the arrays of held results and of the public copy, and the losses of results."""
-        arrays = {f"result.{id}": v for id, (v, _) in self._held.items() if v is not None}
+    def save(self) -> tuple[dict[str, Array], Numbers, Numbers]:
+        """Return the arrays of held results and of the public copy, and the results' losses and
+        counts."""
+        arrays = {f"result.{i}": h.vector for i, h in self._held.items() if h.vector is not None}
         if self._downlink is not None:
             arrays |= self._downlink.state_dict()
-        return arrays, {id: loss for id, (_, loss) in self._held.items()}
+        losses = {id: held.loss for id, held in self._held.items()}
+        return arrays, losses, {id: held.count for id, held in self._held.items()}
 
     def load(
         self,
         arrays: Mapping[str, Array],
         losses: Mapping[TaskId, float | None],
+        counts: Mapping[TaskId, float | None],
         memories: Mapping[WorkerId, Mapping[str, Array]],
     ) -> None:
         """Restore a saved state; memories: the states of the workers' uplinks."""
         for id, loss in losses.items():
             vector = arrays.get(f"result.{id}")
-            self._held[id] = None if vector is None else np.array(vector), loss
+            kept = None if vector is None else np.array(vector)
+            self._held[id] = _Held(kept, loss, counts.get(id))
         if self._downlink is not None:
             self._downlink.load_state_dict(arrays)
         for worker, memory in memories.items():

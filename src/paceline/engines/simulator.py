@@ -446,7 +446,7 @@ class Simulator:
 
     def save(self) -> Saved:
         arrays = {f"model.{version}": model for version, model in self._models.items()}
-        held, losses = self._results.save()
+        held, losses, counts = self._results.save()
         arrays |= held
         for name, worker in self._workers.items():
             if worker.uplink is not None:
@@ -472,6 +472,7 @@ class Simulator:
             "queue": sorted([*item] for item in self._queue if self._is_live(item[2])),
             "tasks": list(self._tasks.values()),
             "losses": losses,
+            "counts": counts,
             "workers": workers,
         }
         return Saved(arrays, encode(data))
@@ -500,7 +501,8 @@ class Simulator:
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
                 memories[name] = memory
-        self._results.load(saved.arrays, data["losses"], memories)
+        counts = data.get("counts", {})  # older checkpoints have none
+        self._results.load(saved.arrays, data["losses"], counts, memories)
         if self._arithmetic:
             for task in self._tasks.values():
                 self._models[task.version] = saved.arrays[f"model.{task.version}"]

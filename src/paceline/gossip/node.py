@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.averages import by_count, mean_loss
 from paceline.core.logs import logger_of
 from paceline.core.protocol import Figure, Peer, Stat, Step, Task, TaskId, Want, WorkerId
 from paceline.engines.checks import NOT_FINITE, ResultCheck, norm_of
 from paceline.gossip.mixing import mixed
 from paceline.gossip.validation import MessageCheck
-from paceline.learners.base import Array, Layout, Learner, Outcome, Proceed, mean_loss
+from paceline.learners.base import Array, Layout, Learner, Outcome, Proceed
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes, Codec
@@ -114,8 +115,10 @@ class Node:
     def step(self, step: Step) -> tuple[dict[Stat, float], dict[Figure, tuple[float, ...]]]:
         """Mix, then take a step of the optimizer; return the statistics of both."""
         results = [self._results.pop(id) for id in step.weights]
-        weights = [float(w) for w in step.weights.values() if not isinstance(w, tuple)]
-        stats = mean_loss(weights, [result.stats.get("loss") for result in results])
+        given, counts = list(step.weights.values()), [r.stats.get("count") for r in results]
+        loss = mean_loss(given, [result.stats.get("loss") for result in results], counts)
+        stats: dict[Stat, float] = {} if loss is None else {"loss": loss}
+        weights = [float(w) for w in by_count(given, counts) if not isinstance(w, tuple)]
         with self._lock:
             vector = self.server.vector
             before = vector.copy() if "move" in self._figures else vector

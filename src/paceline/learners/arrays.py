@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.codes.blocks import Encoder, scaled, sketch
+from paceline.codes.blocks import Encoder, sketch
+from paceline.core.averages import scaled
 from paceline.core.protocol import SHARED, Coefficients, Stat, Task, Want, Work
 from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Coefficients, Stat, Stats, Task, Want, Work, magnitude
+from paceline.core.protocol import Stat, Stats, Task, Want, Work
 from paceline.data.partition.base import Partition
 
 Array: TypeAlias = NDArray[Any]
@@ -30,7 +30,10 @@ Sums: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A worker's outcome of a task; `samples` may be fewer than assigned, even 0."""
+    """A worker's outcome of a task; `samples` may be fewer than assigned, even 0.
+
+    With `stats["count"]`, the vector is its mean times that count: see `core/averages.py`.
+    """
 
     vector: Array | None
     samples: int
@@ -346,12 +349,3 @@ def statistics(totals: Sums, wants: frozenset[Want]) -> dict[Stat, float]:
     if "dot" in totals and _lag(wants):  # with a lag, not every step has it
         stats["dot"] = totals["dot"]
     return stats
-
-
-def mean_loss(weights: Sequence[Coefficients], losses: Sequence[float | None]) -> dict[Stat, float]:
-    """Return the mean of the workers' losses, with the weights of the step."""
-    known = [
-        (magnitude(w), loss) for w, loss in zip(weights, losses, strict=True) if loss is not None
-    ]
-    total = sum(weight for weight, _ in known)
-    return {"loss": sum(weight * loss for weight, loss in known) / total} if total else {}

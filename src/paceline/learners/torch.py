@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from paceline.codes.blocks import Encoder, scaled, sketch
-from paceline.core.protocol import SHARED, Coefficients, Stats, Task, Work
+from paceline.core.protocol import Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import Samples
-from paceline.data.seeding import generator
-from paceline.learners.base import Array, Final, Outcome, Proceed
-from paceline.learners.early import EarlyGradients
-from paceline.learners.flat import FlatModule, flat_size, hollow, resident_digest
+from paceline.learners.flat import flat_size, hollow, resident_digest
+from paceline.learners.loss import Loss
 from paceline.learners.optimize import (
     MakeOptimizer,
     MakeScheduler,
-    Named,
     Rates,
     Rules,
     Shapes,
@@ -38,11 +29,10 @@ from paceline.learners.optimize import (
     make_scheduler,
     shapes_of,
     stand_ins,
-    trained,
 )
-from paceline.learners.transforms import Piece, Transform
+from paceline.learners.replica import TorchReplica
+from paceline.learners.transforms import Transform
 
-Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 _OF_LOCAL_STEPS = "inner_scheduler", "inner_transform", "outer_scheduler", "outer_transform"
 
 
@@ -50,6 +40,8 @@ _OF_LOCAL_STEPS = "inner_scheduler", "inner_transform", "outer_scheduler", "oute
 class TorchLearner:
     """Trains a module by `loss(model, batch)`, the mean over the batch.
 
+    loss: the mean; or (sum, count), such as the sum of the losses of tokens and their number. With
+        counts, a step is along sum of sums / sum of counts, over all samples of the step.
     optimizer: makes the optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`. If its
         first argument is called `named_parameters`, it receives (name, parameter) pairs.
     dataset: map-style, or a function that opens one (called once in each worker process).
@@ -181,7 +173,9 @@ class TorchLearner:
                 f'device="{self.device}", and this process sees no CUDA device; use device="cpu", '
                 "or give each worker a GPU with pl.Ray(gpus=1) on machines that have one"
             )
-        return TorchReplica(self, seed, tiles)
+        given = self.model
+        module = hollow(given, self.buffers) if isinstance(given, nn.Module) else self._module()
+        return TorchReplica(self, module, seed, tiles)
 
     def server(self) -> TorchServer:
         owned = not isinstance(self.model, nn.Module)
@@ -331,160 +325,6 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def device_of(wished: str) -> str:
-    """Return the requested device; for "auto", the device that this process has."""
-    if wished == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wished
-
-
-class TorchReplica:
-    """The worker's side: a copy of the module and the data."""
-
-    def __init__(self, learner: TorchLearner, seed: int, tiles: Partition | None = None) -> None:
-        self._seed = seed
-        given, device, changing = learner.model, device_of(learner.device), learner.buffers
-        module = hollow(given, changing) if isinstance(given, nn.Module) else learner._module()
-        self._flat = FlatModule(module.train(), device, changing=changing)
-        # Drops the reference to the recipe's weights.
-        self._learner = replace(learner, model=self._flat.module, device=device)
-        dataset = learner.open_dataset()
-        self._fetch = _fetcher(dataset, learner.collate)
-        self._samples = Samples(len(dataset), seed, tiles)  # type: ignore[arg-type]
-        self._ahead: Any = None  # the first samples, fetched while the model arrives
-        self.final: Final | None = None
-        self._early: EarlyGradients | None = None
-
-    def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
-        learner, flat = self._learner, self._flat
-        learner.check(task.work)
-        if task.work.parts is not None:
-            return self._coded(model, task, task.work.parts, proceed)
-        with self._seeded(self._samples.generator(task)):
-            chosen = self._samples.of(task)
-            self._read_ahead(chosen)
-            flat.load(model)
-            if learner.outer is None:
-                samples, loss = self._gradient(chosen, proceed, self.final)
-            else:
-                samples, loss = self._local_steps(task, proceed)
-        if not samples:
-            return Outcome(None, 0)
-        flat.buffer_change()
-        return Outcome(flat.grads.cpu().numpy(), samples, {"loss": loss})
-
-    def _coded(
-        self,
-        model: Iterable[Array],
-        task: Task,
-        parts: Mapping[int, Coefficients],
-        proceed: Proceed,
-    ) -> Outcome:
-        """Compute each part separately, as every worker with it does, and add them up encoded."""
-        flat, total = self._flat, 0.0
-        encoder = Encoder(flat.values.numel(), task.work.messages)
-        for turn, (part, factors) in enumerate(parts.items()):
-            place, size = task.part(part)
-            with self._seeded(generator(self._seed, SHARED, place)):
-                chosen = self._samples.stretch(place, size)
-                self._read_ahead(chosen)
-                if turn:
-                    flat.reset()
-                else:
-                    flat.load(model)
-                samples, loss = self._gradient(chosen, proceed)
-            if samples < size:
-                return Outcome(None, 0)  # an incomplete part is useless
-            flat.buffer_change()
-            share = size * task.work.n_parts / task.samples  # 1 if all parts have equal size
-            encoder.add(flat.grads.cpu().numpy(), scaled(factors, share))
-            total += loss * size
-        message = encoder.message(np.float32)
-        stats: Stats = {
-            "loss": total / task.computed,
-            "sketch": sketch(message, generator(self._seed, SHARED, task.version)),
-        }
-        return Outcome(message, task.computed, stats)
-
-    def _seeded(self, rng: np.random.Generator) -> AbstractContextManager[None]:
-        return _quiet(self._learner.threads, self._learner.device, rng)
-
-    def _read_ahead(self, chosen: NDArray[np.int64]) -> None:
-        """Fetch the first samples early, with the same random numbers as later."""
-        self._ahead = self._fetch(chosen[: self._learner.micro_batch])
-
-    def _batch(self, chosen: NDArray[np.int64]) -> Any:
-        ahead, self._ahead = self._ahead, None
-        return _to(self._fetch(chosen) if ahead is None else ahead, self._learner.device)
-
-    def _gradient(
-        self, chosen: NDArray[np.int64], proceed: Proceed, final: Final | None = None
-    ) -> tuple[int, float]:
-        """Write the mean gradient to the flat buffer; return the samples used and their loss."""
-        flat, learner = self._flat, self._learner
-        flat.grads.zero_()
-        samples = len(chosen)
-        size = learner.micro_batch or samples
-        done, total = 0, 0.0
-        while done < samples and proceed(done):
-            piece = chosen[done : done + size]
-            loss = learner.loss(flat.module, self._batch(piece))
-            _check_loss(loss)
-            share = len(piece) / samples
-            with self._watched(final if done + len(piece) == samples else None):
-                (loss if share == 1 else loss * share).backward()
-            total += loss.item() * len(piece)
-            done += len(piece)
-        if 0 < done < samples:
-            flat.grads.mul_(samples / done)
-        return done, total / max(done, 1)
-
-    def _watched(self, final: Final | None) -> AbstractContextManager[None]:
-        """Report which parts of the gradient are final, during its last backward pass."""
-        if final is None or self._flat.grads.device.type != "cpu":
-            return nullcontext()
-        if self._early is None:
-            self._early = EarlyGradients(self._flat)
-        return self._early.watching(final)
-
-    def _local_steps(self, task: Task, proceed: Proceed) -> tuple[int, float]:
-        flat, learner = self._flat, self._learner
-        start = flat.values[: flat.trainable].clone()
-        optimizer = make_optimizer(learner.optimizer, self._named)
-        seen, total = 0, 0.0
-        for step in range(task.work.steps):
-            before = seen
-            chosen = self._samples.of(task, step)
-            samples, loss = self._gradient(chosen, lambda n: proceed(before + n))  # noqa: B023
-            if not samples:
-                break
-            if learner.inner_scheduler is not None:
-                settings = self._inner_rates.groups(task.version * task.work.steps + step)
-                for group, options in zip(optimizer.param_groups, settings, strict=True):
-                    group.update(options)
-            if learner.inner_transform is not None:
-                pieces = list(self._pieces())
-                learner.inner_transform.apply(pieces, learner.inner_transform.sums(pieces))
-            optimizer.step()
-            seen, total = seen + samples, total + samples * loss
-        torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
-        return seen, total / max(seen, 1)
-
-    @cached_property
-    def _named(self) -> Named:
-        return trained(self._flat.module)
-
-    @cached_property
-    def _inner_rates(self) -> Rates:
-        learner = self._learner
-        return Rates(learner.optimizer, learner.inner_scheduler, shapes_of(self._flat.module))
-
-    def _pieces(self) -> Iterator[Piece]:
-        for index, parameter in enumerate(self._flat.parameters):
-            assert parameter.grad is not None
-            yield Piece(index, parameter.ndim, parameter.data, parameter.grad)
-
-
 def _check_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
@@ -497,74 +337,3 @@ def _check_map_style(dataset: Any) -> None:
             f"dataset {kind} is neither map-style (__len__ and __getitem__) nor a function that "
             "opens such a dataset"
         )
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"loss returned a {type(loss).__name__}; return the mean loss of the batch as a "
-            "tensor, without .item()"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss returned a tensor of shape {tuple(loss.shape)}; return one number, the mean "
-            "over the batch: loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss returned a tensor without a gradient; compute it from the model given, without "
-            "torch.no_grad() and .detach()"
-        )
-
-
-@contextmanager
-def _quiet(threads: int, device: str, rng: np.random.Generator) -> Iterator[None]:
-    """Fix torch's threads and all global seeds inside; restore both afterwards, except CUDA's."""
-    before = torch.get_num_threads()
-    if before != threads:
-        torch.set_num_threads(threads)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed = int(rng.integers(2**63))
-    # Not torch.manual_seed, which takes 0.5 ms to note where it was called for other devices.
-    torch.default_generator.manual_seed(seed)
-    if device.startswith("cuda"):
-        torch.cuda.manual_seed(seed)
-    np.random.seed(int(rng.integers(2**32)))
-    random.seed(int(rng.integers(2**63)))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if before != threads:
-            torch.set_num_threads(before)
-
-
-def _fetcher(
-    dataset: Dataset[Any], collate: Callable[[list[Any]], Any]
-) -> Callable[[np.ndarray[Any, np.dtype[np.int64]]], Any]:
-    """Return the fastest function of the dataset that fetches a batch by indices."""
-    if type(dataset) is TensorDataset and collate is default_collate:
-        tensors = dataset.tensors
-        return lambda chosen: [tensor[torch.from_numpy(chosen)] for tensor in tensors]
-    many = getattr(dataset, "__getitems__", None)
-    if many is not None:
-        return lambda chosen: collate(many(chosen.tolist()))
-    return lambda chosen: collate([dataset[i] for i in chosen.tolist()])
-
-
-def _to(batch: Any, device: str) -> Any:
-    """Move a batch to a device: tensors in lists, tuples and dicts, or objects with `to`."""
-    if device == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to(item, device) for key, item in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [_to(item, device) for item in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    if callable(move := getattr(batch, "to", None)):  # such as the BatchEncoding of transformers
-        return move(device)
-    return batch

@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.averages import mean_loss
 from paceline.core.journal import Entry, Header
 from paceline.core.ledger import Ledger, distinct_samples
 from paceline.core.protocol import (
@@ -225,16 +226,22 @@ class Meter:
         held = self._held
         results = [held[id] for id in step.weights]
         weights = [magnitude(weight) for weight in step.weights.values()]
-        known = [
-            (w, r.stats["loss"]) for w, r in zip(weights, results, strict=True) if "loss" in r.stats
-        ]
-        total = sum([weight for weight, _ in known])
-        loss = sum([w * loss for w, loss in known]) / total if total else nan
+        losses = [result.stats.get("loss") for result in results]
+        counts = [result.stats.get("count") for result in results]
+        loss = mean_loss(list(step.weights.values()), losses, counts)
         version, samples, count = self.version, distinct_samples(results), len(results)
         staleness = sum([version - r.task.version for r in results]) / max(count, 1)
-        row = (version + 1, now, loss, samples, count, staleness, *_totals(self))
+        row = (
+            version + 1,
+            now,
+            nan if loss is None else loss,
+            samples,
+            count,
+            staleness,
+            *_totals(self),
+        )
         self.columns.add(row)
-        if total:
+        if loss is not None:
             self.last_loss = loss
         self.last_weights = {}
         for weight, result in zip(weights, results, strict=True):

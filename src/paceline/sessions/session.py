@@ -27,6 +27,7 @@ from paceline.policies.placement.base import Placement
 from paceline.sessions.batches import Batches, Queue
 from paceline.sessions.cluster import ensure_ray
 from paceline.sessions.connection import Connection, join
+from paceline.sessions.gradients import Gradients
 from paceline.sessions.launchers import run_name, started_workers
 from paceline.sessions.learner import Recipe
 from paceline.sessions.options import Options, workers_given
@@ -189,13 +190,11 @@ class Session:
         self._rates = Rates(recipe.optimizer, recipe.scheduler, shapes)
         device = str(next(model.parameters()).device)
         self._flat = FlatModule(model, device, changing=recipe.buffers)
-        self._sum = torch.zeros(0)  # gradients of earlier pieces of the turn
+        self._gradients = Gradients(self._flat)
         self._turns: Turns | None = None
         self._connection: Connection | None = None
         self._queue: Queue | None = None
         self._turn: Turn | None = None
-        self._done = 0  # samples of the turn so far
-        self._losses: float | None = None  # their losses, if they are known
         self._ended: RunEnded | None = None
         self._seed = 0
         self._lrs: list[Any] = [group["lr"] for group in optimizer.param_groups]
@@ -239,35 +238,41 @@ class Session:
         self._queue = Queue(examples, options.batch_size, self._micro_batch)
         return Batches(self._queue, self._current, _seed)
 
-    def step(self, loss: Tensor | float | None = None, *, scaler: Any = None) -> None:
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        *,
+        count: Tensor | float | None = None,
+        scaler: Any = None,
+    ) -> None:
         """Give the gradient of a batch to the run; the weights are new when this returns.
 
         It stands in place of `optimizer.step()` and `optimizer.zero_grad()`.
         loss: the mean loss of the batch, for reports.
+        count: the number of losses that this mean is over, such as the batch's tokens; by default
+            its samples. The gradient is that of the mean, and a step that of the mean over all
+            tokens of all processes. Give it in every process, or in none.
         scaler: the GradScaler that scaled the loss.
         """
         if self._queue is None:
             raise RuntimeError("session.step() comes after session.batches(data)")
         turn, piece = self._turn, self._queue.computed()
         if turn is None:  # the run has ended, and this batch was loaded before
-            return self._clear()
+            self._gradients.clear()
+            return
         self._check_rates()
         finite = self._unscale(scaler)
         if piece is None or piece not in self._queue.due or turn.abandoned:
             self.wasted += 1
-            self._zero()  # not what earlier batches of the turn have given
+            self._gradients.zero()  # not what earlier batches of the turn have given
             if turn.abandoned:
                 self._next()
             return
-        self._gather()
         self._queue.due.remove(piece)
-        count = len(piece.indices)
-        self._done += count
-        self._losses = None if loss is None else (self._losses or 0.0) + count * _number(loss)
-        if self._queue.due:
-            return self._keep(count / turn.task.samples)
-        self._deliver(turn, count / turn.task.samples, finite)
-        self._next()
+        self._gradients.add(loss, count, len(piece.indices), turn.task.samples)
+        if not self._queue.due:
+            self._deliver(turn, finite)
+            self._next()
 
     @property
     def ended(self) -> str:
@@ -308,15 +313,14 @@ class Session:
             self._turn, self._ended = None, end
             if end.model is not None:
                 self._flat.load([end.model])
-            self._clear()
+            self._gradients.clear()
             if end.failed:
                 raise RuntimeError(f"run {self.run} has failed: {end.reason}") from None
             logger.info("run %s has ended: %s", self.run, end.reason)
             return
         turn = self._turn
         self._flat.load([turn.model])
-        self._clear()
-        self._done, self._losses = 0, None
+        self._gradients.clear()
         self._queue.begin(turn, self._seed)
         _seed(turn)
         settings = self._rates.groups(turn.task.version)
@@ -324,50 +328,15 @@ class Session:
             group["lr"] = options["lr"]
         self._lrs = [group["lr"] for group in self._optimizer.param_groups]
 
-    def _deliver(self, turn: Turn, share: float, finite: bool) -> None:
-        """Give the turn's gradient to the worker."""
+    def _deliver(self, turn: Turn, finite: bool) -> None:
+        """Give the turn's gradient to the worker; without one if it is not finite."""
         assert self._turns is not None
-        flat = self._flat
-        if share < 1:
-            flat.grads.mul_(share).add_(self._sum)
-        flat.buffer_change()
-        vector = flat.grads.cpu().numpy() if finite else None
+        vector, stats = self._gradients.result() if finite else (None, {})
         samples = turn.task.samples if finite else 0
-        known = finite and self._losses is not None
-        stats = {"loss": (self._losses or 0.0) / max(self._done, 1)} if known else {}
         if not self._turns.finish(turn, vector, samples, stats):
             self.wasted += 1
 
     # --- gradients -------------------------------------------------------------------------------
-
-    def _gather(self) -> None:
-        """Bring all gradients into the flat vector; a loop may have replaced or removed some."""
-        flat = self._flat
-        for parameter, (start, stop) in zip(flat.parameters, flat.spans(), strict=True):
-            view = flat.grads[start:stop].view_as(parameter)
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-            parameter.grad = view
-
-    def _keep(self, share: float) -> None:
-        """Keep the gradient of a piece until the others are there."""
-        if self._sum.numel() != self._flat.grads.numel():
-            self._sum = torch.zeros_like(self._flat.grads)
-        self._sum.add_(self._flat.grads, alpha=share)
-        self._flat.grads.zero_()
-
-    def _clear(self) -> None:
-        """Forget all gradients of the turn."""
-        self._sum.zero_()
-        self._zero()
-
-    def _zero(self) -> None:
-        """Set all gradients to zero, as views of the flat vector."""
-        self._flat.grads.zero_()
-        for parameter, (start, stop) in zip(self._flat.parameters, self._flat.spans(), strict=True):
-            parameter.grad = self._flat.grads[start:stop].view_as(parameter)
 
     def _unscale(self, scaler: Any) -> bool:
         """Undo a GradScaler; return whether all gradients are finite."""
@@ -401,7 +370,3 @@ def _seed(turn: Turn) -> None:
     torch.default_generator.manual_seed(turn.seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(turn.seed)
-
-
-def _number(loss: Tensor | float) -> float:
-    return float(loss.detach().item() if isinstance(loss, Tensor) else loss)

@@ -494,7 +494,7 @@ def test_a_timing_run_keeps_nothing() -> None:
     play(engine, coordinator, 200)
     assert not engine._models
     assert set(engine._results._held) == set(coordinator.ledger.held)
-    assert not any(vector is not None for vector, _ in engine._results._held.values())
+    assert all(held.vector is None for held in engine._results._held.values())
     assert set(engine._tasks) == set(coordinator.ledger.running)
 
 

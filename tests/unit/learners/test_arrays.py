@@ -11,7 +11,7 @@ import paceline as pl
 from paceline.core.protocol import Task, Want, Work
 from paceline.data.sampling import Stream
 from paceline.learners.arrays import NoArithmetic
-from paceline.learners.base import Direction, Server, mean_loss
+from paceline.learners.base import Direction, Server
 from tests.conftest import vector_of
 
 RNG = np.random.default_rng(2)
@@ -212,13 +212,6 @@ def test_a_direction_that_was_not_asked_for_is_not_remembered() -> None:
     direction.sums(np.array([1.0]), frozenset())
     assert direction.save() == {}
     assert direction.sums(np.array([1.0]), frozenset({"dot"})) == {"dot": 0.0}
-
-
-def test_the_loss_of_a_step_is_weighed_like_its_results() -> None:
-    assert mean_loss([0.25, 0.75], [4.0, 8.0]) == {"loss": 7.0}
-    assert mean_loss([-0.5, 0.5], [1.0, 3.0]) == {"loss": 2.0}
-    assert mean_loss([0.5, 0.5], [None, 3.0]) == {"loss": 3.0}
-    assert mean_loss([1.0], [None]) == {}
 
 
 # --- recipes -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.learners.torch import _to
+from paceline.learners.replica import _to
 
 
 class Pair(NamedTuple):

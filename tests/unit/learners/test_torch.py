@@ -23,7 +23,7 @@ from paceline.core.protocol import Task, Want, Work
 from paceline.data.sampling import Stream
 from paceline.learners.base import Outcome, Saved
 from paceline.learners.optimize import TorchServer
-from paceline.learners.torch import TorchReplica
+from paceline.learners.replica import TorchReplica
 from paceline.learners.transforms import ClipNorm
 from tests.conftest import vector_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import paceline as pl
-from paceline.learners.torch import _to
+from paceline.learners.replica import _to
 
 if not os.environ.get("CI"):  # there it must be
     pytest.importorskip("transformers")

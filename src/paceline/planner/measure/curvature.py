@@ -27,6 +27,7 @@ from paceline.planner.measure.budget import Budget, halved
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paceline.learners.loss import Count, Loss
     from paceline.learners.torch import TorchLearner
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -275,18 +276,19 @@ class _NoGraph(RuntimeError):
 class _Slope:
     """The loss, or its slope along a direction, whose gradient is the Hessian's product with it."""
 
-    def __init__(self, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self.direction: Vector | None = None
 
-    def __call__(self, module: nn.Module, batch: Any) -> Tensor:
+    def __call__(self, module: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Count]:
         if self.direction is None:
             return self._loss(module, batch)
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(SDPBackend.MATH):  # other kernels have no double backward
-            loss = self._loss(module, batch)
+            found = self._loss(module, batch)
+        loss = found[0] if isinstance(found, tuple) else found
         parameters = [p for p in module.parameters() if p.requires_grad]
         # Plain autograd, not torch.func, which refuses custom functions of the older kind.
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
@@ -298,7 +300,7 @@ class _Slope:
             along = torch.from_numpy(self.direction[start:stop]).to(gradient)
             slope = slope + (gradient.reshape(-1) * along).sum()
             start = stop
-        return slope
+        return (slope, found[1]) if isinstance(found, tuple) else slope
 
 
 def _as_torch(learner: Learner) -> TorchLearner:
@@ -338,7 +340,8 @@ class _Pieces:
         outcome = self._replica.compute([model], task, lambda done: True)
         assert outcome.vector is not None
         # A copy, since the next task is computed in the same memory.
-        return np.array(outcome.vector[: self._size], dtype=np.float64), outcome.stats["loss"]
+        gradient = np.array(outcome.vector[: self._size], dtype=np.float64)
+        return gradient / (outcome.stats.get("count") or 1.0), outcome.stats.get("loss", 0.0)
 
     def product(self, vector: Vector, pieces: int, each: int) -> Vector:
         """Return the mean over pieces of the Hessian's product with a vector."""

@@ -57,7 +57,7 @@ def gradient_spectrum(
         task = Task(0, "", Work(), 0, 0.0, samples, 0)
         outcome = replica.compute([at], task, lambda done: True)
         assert outcome.vector is not None
-        return np.array(outcome.vector[:size], dtype=np.float64)
+        return np.array(outcome.vector[:size], np.float64) / (outcome.stats.get("count") or 1.0)
 
     if budget is not None and budget.seconds < inf:
         start = np.zeros(size)

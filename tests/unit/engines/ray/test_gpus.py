@@ -13,7 +13,7 @@ import torch
 import paceline as pl
 from paceline.engines.ray.pool import Gpus, gpus_each
 from paceline.engines.ray.worker import Worker
-from paceline.learners.torch import device_of
+from paceline.learners.replica import device_of
 from tests.conftest import make_learner
 
 NAMES = ["w0", "w1", "w2"]

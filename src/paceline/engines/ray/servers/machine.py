@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import logger_of
-from paceline.core.protocol import Coefficients, TaskId
+from paceline.core.protocol import Coefficients, Stats, TaskId
 from paceline.engines.ray.servers.events import (
     Add,
     CopyLost,
@@ -79,7 +79,7 @@ class Machine:
         """Expect the answer to a task that was sent."""
         self.results.expected[result.task.id] = result
 
-    def accept(self, token: Token, samples: int, loss: float | None) -> bool:
+    def accept(self, token: Token, samples: int, stats: Stats) -> bool:
         """Hold a result for a step; return False if no step can use it."""
         result = self.results.expected.get(token.task)
         if result is None or result.token != token:
@@ -91,7 +91,8 @@ class Machine:
         if token.task in self.results.again:
             self.recovery.computed_again(self.results.again.pop(token.task), result)
             return False
-        result.loss, result.samples = loss, samples
+        result.loss, result.count = stats.get("loss"), stats.get("count")
+        result.samples = samples
         self.results.held[token.task] = result
         return True
 

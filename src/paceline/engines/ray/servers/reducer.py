@@ -120,8 +120,8 @@ class ShardedReducer:
         return self._sizes[len(model.spans)]
 
     def accept(self, answer: Answer) -> bool:
-        token, loss = answer.token, answer.stats.get("loss")
-        accepted = self.machine.accept(token, answer.samples or 0, loss)
+        token = answer.token
+        accepted = self.machine.accept(token, answer.samples or 0, answer.stats)
         if not accepted and answer.norm is not None:  # its vector came for nothing
             self._use(token, False)
         return accepted

@@ -71,6 +71,7 @@ class Result:
     messages: int = 1
     samples: int = 0
     loss: float | None = None
+    count: float | None = None
 
 
 @dataclass

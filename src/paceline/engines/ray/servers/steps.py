@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from paceline.core.protocol import Coefficients
+from paceline.core.averages import by_count, mean_loss
+from paceline.core.protocol import Coefficients, Stat
 from paceline.engines.ray.servers.events import (
     Apply,
     Call,
@@ -29,7 +30,7 @@ from paceline.engines.ray.servers.history import History
 from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.pieces import pieces_of
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Slot, Step, Version
-from paceline.learners.base import Sums, add_up, mean_loss, statistics
+from paceline.learners.base import Sums, add_up, statistics
 
 LAG = 3
 """Versions by which the copy of a slice may be behind, if the exact values are a part of it. A step
@@ -65,9 +66,12 @@ class Steps:
 
     def add(self, weights: Sequence[Coefficients], results: list[Result]) -> None:
         """Add a step along results, to be sent after those before it."""
-        stats = mean_loss(weights, [result.loss for result in results])
+        counts = [result.count for result in results]
+        loss = mean_loss(weights, [result.loss for result in results], counts)
+        stats: dict[Stat, float] = {} if loss is None else {"loss": loss}
         self.model = Version(self.model.number + 1, [], [None])  # unknown until it is sent
-        step = Step(self.model.number, list(weights), results, stats, self.model)
+        factors = list(by_count(weights, counts))
+        step = Step(self.model.number, factors, results, stats, self.model)
         self.waiting.append(step)
 
     def is_due(self) -> bool:

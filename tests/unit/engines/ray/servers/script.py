@@ -163,7 +163,7 @@ class Script:
         token, spans, node = token_of(task), machine.steps.spans, self.worker_of[task.worker]
         slices = [f"{task.id}:{start}" for start, _ in spans]
         machine.expect(Result(token, task, machine.steps.model, spans, slices, node))
-        machine.accept(token, task.samples, loss)
+        machine.accept(token, task.samples, {"loss": loss})
         return [asked(call) for call in self.calls[begin:]]
 
     def step(self, *workers: str) -> list[Asked]:

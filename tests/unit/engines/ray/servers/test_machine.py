@@ -100,7 +100,7 @@ def test_the_next_step_waits_for_the_version_and_for_its_state_on_another_node()
 def test_a_result_is_accepted_once_under_its_own_token() -> None:
     run, task = script(), task_of(7, "w0")
     run.answered(task)
-    assert not run.machine.accept(token_of(task), 8, 1.0)
+    assert not run.machine.accept(token_of(task), 8, {"loss": 1.0})
     run.machine.drop(7, lost=False)
     assert not run.machine.results.held and not run.machine.results.expected
 
