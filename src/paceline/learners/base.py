@@ -126,7 +126,10 @@ class Server(Shard, Protocol):
         """Return a copy of the model for the user."""
 
     def export(self) -> Mapping[str, Any]:
-        """Return the model's tensors by their usual names: NumPy arrays, or torch tensors."""
+        """Return the model's tensors by their usual names: NumPy arrays, or torch tensors.
+
+        Frozen parameters are left out: they are those that the learner was given.
+        """
 
     def places(self) -> Places | None:
         """Return where the tensors of `export` are; None if only `export` itself can tell."""

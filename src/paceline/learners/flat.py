@@ -8,7 +8,6 @@ large constant buffers (such as causal masks) keep their dtype and are not sent.
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -48,18 +47,20 @@ class FlatModule:
         for name, parameter in named:
             if parameter.dtype != torch.float32:
                 raise ValueError(
-                    f"parameter {name} is {parameter.dtype}; results travel as float32, so keep "
-                    "parameters in torch.float32 (model.float()) and use autocast in the loss"
+                    f"parameter {name} is {parameter.dtype}, and trained parameters are float32 in "
+                    "every process, as results are; cast them by p.data = p.data.float() for each "
+                    "p in model.parameters() with p.requires_grad, and use autocast in the loss "
+                    "to compute in bfloat16. Frozen parameters keep their dtype"
                 )
         if not named:
             raise ValueError("the model has no parameter with requires_grad=True to train")
         self.parameters = [parameter for _, parameter in named]
         self.trainable = sum(p.numel() for p in self.parameters)
-        travelling = _travelling(module, changing)
-        size = self.trainable + sum(place.buffer.numel() for place in travelling)
+        buffers = sent_buffers(module, changing)
+        size = self.trainable + sum(place.buffer.numel() for place in buffers)
         self.values = torch.zeros(size, device=device)
         self.grads = torch.zeros(size if with_grads else 0, device=device)
-        for place in travelling:
+        for place in buffers:
             if place.buffer.is_meta:
                 zeros = torch.zeros_like(place.buffer, device=device)
                 _swap(place.buffer, zeros)
@@ -74,7 +75,7 @@ class FlatModule:
             if with_grads:
                 parameter.grad = self.grads[start:stop].view_as(parameter)
         self.module = module.to(device)
-        self._buffers = _travelling(module, changing)
+        self._buffers = sent_buffers(module, changing)
         for place in self._buffers:
             b = place.buffer
             if not (b.is_floating_point() or torch.equal(b.float().to(b.dtype), b)):
@@ -83,10 +84,15 @@ class FlatModule:
                     "such as whole numbers beyond 2**24; register it with persistent=False"
                 )
         kept = {place.name for place in self._buffers}
-        others = [place for place in _buffers(module) if place.name not in kept]
+        others = [place for place in all_buffers(module) if place.name not in kept]
         # Copies of the buffers that are not sent: to reset them, and to detect changes.
         self._scratch = [(p, p.buffer.clone()) for p in others if not p.persistent]
         self._constant = [(p, p.buffer.clone()) for p in others if p.persistent and with_grads]
+        self._frozen = [
+            (name, p, p._version)
+            for name, p in module.named_parameters()
+            if with_grads and not p.requires_grad and not p.is_inference()
+        ]
         # A float64 value that training leaves alone is not rounded to float32.
         self._wide = {p.name: p.buffer.clone() for p in self._buffers if _is_wide(p.buffer)}
         self._pull_buffers(self._buffers)
@@ -98,7 +104,7 @@ class FlatModule:
             for tensor, (start, stop) in zip(trained, self.spans(), strict=True):
                 self.values[start:stop] = tensor.detach().reshape(-1)
         kept = {place.name for place in self._buffers}
-        self._pull_buffers([place for place in _buffers(module) if place.name in kept])
+        self._pull_buffers([place for place in all_buffers(module) if place.name in kept])
         self.push_buffers()
 
     def _pull_buffers(self, places: Iterable[_Place]) -> None:
@@ -118,13 +124,20 @@ class FlatModule:
             return torch.where(values == wide.float(), wide, values)
         return values if place.buffer.is_floating_point() else values.round()
 
+    def saved(self) -> dict[str, Any]:
+        """Return the module's `state_dict` without its frozen parameters."""
+        frozen = _frozen_memory(self.module)
+        state = self.module.state_dict().items()
+        return {n: t for n, t in state if not isinstance(t, Tensor) or _memory(t) not in frozen}
+
     def places(self) -> Places | None:
-        """Return where the tensors of the `state_dict` are; None if a hook makes some of them."""
+        """Return where the tensors of `saved` are; None if a hook makes some of them."""
         for place in self._buffers:
             place.put_back()
         flat = self.values.untyped_storage().data_ptr()
         sent = {_memory(place.buffer): (place, span) for place, span in self._buffer_spans()}
         kept = {_memory(tensor) for tensor in chain(*_tensors(self.module))}
+        frozen = _frozen_memory(self.module)
         starts: dict[str, tuple[int, tuple[int, ...]]] = {}
         buffers: dict[str, tuple[_Place, tuple[int, int]]] = {}
         others: dict[str, Tensor] = {}
@@ -135,6 +148,8 @@ class FlatModule:
                 starts[name] = int(tensor.storage_offset()), tuple(tensor.shape)
             elif (memory := _memory(tensor)) in sent:
                 buffers[name] = sent[memory]
+            elif memory in frozen:
+                continue
             elif memory in kept:
                 others[name] = tensor.detach()
             else:
@@ -184,6 +199,13 @@ class FlatModule:
                     f"not sent; give TorchLearner(buffers=[{place.name!r}]) to send it and average "
                     "its changes, or register it with persistent=False to reset it for each task"
                 )
+        for name, parameter, version in self._frozen:
+            if parameter._version != version:
+                raise ValueError(
+                    f"parameter {name} has requires_grad=False and changed in training, and a "
+                    "frozen parameter is neither sent nor saved; keep a tensor that the loss "
+                    "changes as a buffer, and name it in TorchLearner(buffers=…) if it is large"
+                )
         for place, (start, stop) in self._buffer_spans():
             now = place.current().reshape(-1).float()
             self.grads[start:stop] = now - self.values[start:stop]
@@ -225,39 +247,29 @@ class _Place:
 def flat_size(module: nn.Module, changing: Collection[str] = ()) -> int:
     """Count the values that are sent, without building the flat vector."""
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return trained + sum(place.buffer.numel() for place in _travelling(module, changing))
+    return trained + sum(place.buffer.numel() for place in sent_buffers(module, changing))
 
 
 def hollow(module: nn.Module, changing: Collection[str] = (), share: bool = False) -> nn.Module:
     """Copy a module; the tensors that are sent are on the `meta` device and take no memory.
 
-    share: the copy shares the other tensors, which suffices for a module to be sent.
+    The copy shares the memory of frozen parameters.
+    share: it shares all other tensors too, which suffices for a module to be sent.
     """
     memo: dict[int, object] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
             memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        elif type(parameter) is nn.Parameter:  # its own object, since `to` changes its `data`
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         elif share:
             memo[id(parameter)] = parameter
-    for place in _buffers(module) if share else ():
+    for place in all_buffers(module) if share else ():
         memo[id(place.buffer)] = place.buffer
-    for place in _travelling(module, changing):
+    for place in sent_buffers(module, changing):
         if not _is_wide(place.buffer):
             memo[id(place.buffer)] = torch.empty_like(place.buffer, device="meta")
     return copy.deepcopy(module, memo)
-
-
-def resident_digest(module: nn.Module, changing: Collection[str] = ()) -> str:
-    """Return a hash of the tensors that are not sent: they must be equal in every process."""
-    travelling = {place.name for place in _travelling(module, changing)}
-    frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
-    others = ((p.name, p.buffer) for p in _buffers(module) if p.name not in travelling)
-    found = hashlib.sha256()
-    for name, tensor in chain[tuple[str, Tensor]](frozen, others):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def as_tensor(array: Float32) -> Tensor:
@@ -269,7 +281,7 @@ def as_tensor(array: Float32) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _buffers(module: nn.Module) -> Iterator[_Place]:
+def all_buffers(module: nn.Module) -> Iterator[_Place]:
     """Yield each buffer once, even if it has several names."""
     seen: set[int] = set()
     for path, part in module.named_modules():
@@ -280,9 +292,9 @@ def _buffers(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(part, key, name, buffer, key not in part._non_persistent_buffers_set)
 
 
-def _travelling(module: nn.Module, changing: Collection[str]) -> list[_Place]:
+def sent_buffers(module: nn.Module, changing: Collection[str]) -> list[_Place]:
     """Return the buffers that are sent with the parameters."""
-    persistent = [place for place in _buffers(module) if place.persistent]
+    persistent = [place for place in all_buffers(module) if place.persistent]
     if unknown := sorted({*changing} - {place.name for place in persistent}):
         known = ", ".join(place.name for place in persistent) or "none"
         raise ValueError(
@@ -299,6 +311,10 @@ def _travelling(module: nn.Module, changing: Collection[str]) -> list[_Place]:
 
 def _tensors(module: nn.Module) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
     return module.parameters(), module.buffers()
+
+
+def _frozen_memory(module: nn.Module) -> set[tuple[Any, ...]]:
+    return {_memory(p) for p in module.parameters() if not p.requires_grad and p.numel()}
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

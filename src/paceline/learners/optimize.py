@@ -363,7 +363,7 @@ class TorchServer(TorchShard, Steps):
 
     def export(self) -> dict[str, Tensor]:
         self._flat.push_buffers()
-        state = self._flat.module.state_dict()
+        state = self._flat.saved()
         if strange := [name for name, item in state.items() if not isinstance(item, Tensor)]:
             raise ValueError(
                 f"{strange[0]!r} in the state_dict of {type(self._flat.module).__name__} is no "

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from paceline.core.protocol import Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
-from paceline.learners.flat import flat_size, hollow, resident_digest
+from paceline.learners.flat import flat_size, hollow
+from paceline.learners.frozen import frozen_parameters, resident_digest
 from paceline.learners.loss import Loss
 from paceline.learners.optimize import (
     MakeOptimizer,
@@ -199,6 +200,13 @@ class TorchLearner:
         return _Facts.of(self._module(), self.buffers) if given else self._facts_once
 
     @cached_property
+    def _frozen(self) -> str | None:
+        """The hash of the frozen base, which no checkpoint has; None if all is trained."""
+        if not self._facts.frozen:
+            return None
+        return self._facts.resident or resident_digest(self._module(), self.buffers)
+
+    @cached_property
     def _facts_once(self) -> _Facts:
         """The facts of a module from a function, which is called once for them."""
         module = self._module()
@@ -256,6 +264,7 @@ class TorchLearner:
             "scheduler": describe(self.scheduler),
             "transform": describe(self.transform),
             **{name: describe(getattr(self, name)) for name in local},
+            **({} if self._frozen is None else {"frozen": self._frozen}),
         }
 
 
@@ -267,14 +276,15 @@ class _Facts:
     size: int  # number of values that are sent
     parameters: int
     shapes: Shapes
+    frozen: bool  # whether some parameters are
     resident: str = ""  # hash of the tensors that are not sent, if a function makes the module
 
     @staticmethod
     def of(module: nn.Module, changing: Collection[str]) -> _Facts:
         parameters = sum(p.numel() for p in module.parameters())
-        return _Facts(
-            type(module).__name__, flat_size(module, changing), parameters, shapes_of(module)
-        )
+        frozen = next(frozen_parameters(module), None) is not None
+        size, shapes = flat_size(module, changing), shapes_of(module)
+        return _Facts(type(module).__name__, size, parameters, shapes, frozen)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.checks import check_seconds, check_whole
 from paceline.core.errors import CheckpointError
@@ -22,6 +22,7 @@ from paceline.core.logs import logger_of
 from paceline.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
+    MODEL,
     SLICED,
     STATE,
     Exported,
@@ -35,6 +36,9 @@ from paceline.training.checkpoint.files import (
 from paceline.training.checkpoint.files import contiguous as _contiguous
 from paceline.training.checkpoint.files import digest as _digest
 from paceline.training.checkpoint.store import Store, Unreachable
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = [
     "FORMAT",
@@ -52,6 +56,7 @@ __all__ = [
     "write",
 ]
 _PREFIX = "step-"
+Model = TypeVar("Model", bound="nn.Module")
 logger = logger_of(__name__)
 
 
@@ -173,6 +178,26 @@ class Checkpoints:
             if not (folder / MANIFEST).is_file():
                 logger.warning("%s is skipped: it has no %s", folder, MANIFEST)
         return [str(folder) for folder in reversed(_complete(Path(self.path)))]
+
+    def load(self, model: Model) -> Model:
+        """Load the tensors of the newest checkpoint into a module, and return the module.
+
+        Frozen parameters keep their values, since no checkpoint has them.
+        """
+        if not (found := self.found()):
+            raise CheckpointError(f"no checkpoint at {self.path}: no {_PREFIX}… with a manifest")
+        with self.fetched(found[0]) as folder:
+            tensors = dict(Files(folder, self.key).arrays(MODEL, "pt"))
+        frozen = {
+            n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+        }
+        if differing := sorted((tensors.keys() ^ model.state_dict().keys()) - frozen):
+            raise CheckpointError(
+                f"{found[0]} is of another model: {differing[0]!r} is only in one of the two; give "
+                "the model that was trained, with the same parameters frozen"
+            )
+        model.load_state_dict(tensors, strict=False)
+        return model
 
     @contextlib.contextmanager
     def fetched(self, place: str) -> Iterator[Path]:
