@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import paceline as pl
 from paceline.core.protocol import Start, Step, Task
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Samples, Stream
 
 PAD, TOKENS, SEED = -100, 13, 9
 _RNG = np.random.default_rng(4)
@@ -113,7 +113,7 @@ def steps_of(run: pl.Run) -> list[list[tuple[Task, Any]]]:
 
 def rows_of(run: pl.Run, seed: int = SEED) -> list[list[int]]:
     """Return the rows of each step; the tasks of a code share theirs."""
-    samples, found = Samples(len(ROWS), seed), []
+    samples, found = Samples(Stream(len(ROWS), seed), seed), []
     for step in steps_of(run):
         stretches = {(task.offset, task.samples): samples.of(task).tolist() for task, _ in step}
         found.append([row for stretch in stretches.values() for row in stretch])

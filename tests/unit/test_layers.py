@@ -65,14 +65,8 @@ ONLY_IN = {
     "torch": {
         f"learners/{name}.py"
         for name in (
-            "torch",
-            "replica",
-            "loss",
-            "flat",
-            "early",
-            "optimize",
-            "transforms",
-            "optimizer_recipe",
+            *("torch", "replica", "loss", "feed", "flat", "frozen", "memory", "prepare", "early"),
+            *("optimize", "transforms", "optimizer_recipe"),
         )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}

@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 from paceline.core.protocol import SHARED, Task
 from paceline.data.partition.base import Partition
+from paceline.data.permutation import Permutation
 from paceline.data.seeding import generator
 
+LARGE = 2**22
+"""Streams of more samples compute their order place by place; it would need 8 bytes a sample."""
 _KEPT_EPOCHS = 3  # an asynchronous run uses the end of an epoch and the beginning of the next
 
 
@@ -34,10 +37,17 @@ class Stream:
         pieces = []
         while count > 0:
             epoch, offset = divmod(start, self.size)
-            piece = self._epoch(epoch)[offset : offset + count]
+            piece = self._part(epoch, offset, min(count, self.size - offset))
             pieces.append(piece)
             start, count = start + len(piece), count - len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _part(self, epoch: int, start: int, count: int) -> NDArray[np.int64]:
+        """Return a part of an epoch's order."""
+        if self.size <= LARGE:
+            return self._epoch(epoch)[start : start + count]
+        order = Permutation(self.size, self._seed, (self._tile, epoch))
+        return order.at(np.arange(start, start + count))
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
         order = self._epochs.get(epoch)
@@ -50,16 +60,20 @@ class Stream:
 
 
 class Samples:
-    """The samples of tasks, from one stream over all data or one stream for each tile."""
+    """The samples of tasks, from the shared stream over all data or one stream for each tile."""
 
-    def __init__(self, size: int, seed: int, tiles: Partition | None = None) -> None:
-        if tiles is not None and len(tiles) != size:
+    def __init__(self, shared: Stream, seed: int, tiles: Partition | None = None) -> None:
+        if tiles is not None and len(tiles) != shared.size:
             raise ValueError(
                 f"the data shards (tiles) have {len(tiles)} samples together, and the dataset has "
-                f"{size}; partition the dataset that you train on"
+                f"{shared.size}; partition the dataset that you train on"
             )
-        self._seed, self._tiles = seed, tiles
-        self._shared = Stream(size, seed)
+        if tiles is not None and type(shared) is not Stream:
+            raise ValueError(
+                "Shards are read in their own order, and Placed draws from anywhere in its tiles; "
+                "use BySpeed() or no placement with Shards"
+            )
+        self._seed, self._tiles, self._shared = seed, tiles, shared
         self._streams: dict[int, Stream] = {}
 
     def stretch(self, start: int, count: int) -> NDArray[np.int64]:

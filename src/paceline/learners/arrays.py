@@ -15,7 +15,7 @@ from paceline.codes.blocks import Encoder, sketch
 from paceline.core.averages import scaled
 from paceline.core.protocol import SHARED, Coefficients, Stat, Task, Want, Work
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Samples, Stream
 from paceline.data.seeding import generator
 from paceline.learners.base import (
     Array,
@@ -95,7 +95,7 @@ class ArrayReplica:
     ) -> None:
         self._problem, self._seed = problem, seed
         size = problem.examples
-        self._samples = None if size is None else Samples(size, seed, tiles)
+        self._samples = None if size is None else Samples(Stream(size, seed), seed, tiles)
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         self._problem.check(task.work)

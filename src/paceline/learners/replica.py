@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch import nn
 
 from paceline.codes.blocks import Encoder, sketch
 from paceline.core.averages import scaled
@@ -22,11 +20,15 @@ from paceline.core.protocol import SHARED, Coefficients, Task
 from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
+from paceline.data.shards import stream_of
 from paceline.learners.base import Array, Final, Outcome, Proceed
 from paceline.learners.early import EarlyGradients
+from paceline.learners.feed import Request, feed_of, move, seeded
 from paceline.learners.flat import FlatModule
 from paceline.learners.loss import Losses, stats_of
+from paceline.learners.memory import Loading, Pieces
 from paceline.learners.optimize import Named, Rates, make_optimizer, shapes_of, trained
+from paceline.learners.prepare import prepared
 from paceline.learners.transforms import Piece
 
 if TYPE_CHECKING:  # which imports this file
@@ -55,26 +57,38 @@ class TorchReplica:
         self._flat = FlatModule(module.train(), device, changing=learner.buffers)
         # Drops the reference to the recipe's weights.
         self._learner = replace(learner, model=self._flat.module, device=device)
+        self._model = prepared(learner.prepare, self._flat)
+        self._micro = Pieces(learner.micro_batch)
         dataset = learner.open_dataset()
-        self._fetch = _fetcher(dataset, learner.collate)
-        self._samples = Samples(len(dataset), seed, tiles)  # type: ignore[arg-type]
-        self._ahead: Any = None  # the first samples, fetched while the model arrives
+        ahead = learner.prefetch_factor, learner.pin_memory
+        self._feed = feed_of(dataset, learner.collate, learner.num_workers, *ahead)
+        stream = stream_of(dataset, seed, learner.batch_size)
+        self._samples = Samples(stream, seed, tiles)
+        self._last: Task | None = None
         self.final: Final | None = None
         self._early: EarlyGradients | None = None
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
-        learner, flat = self._learner, self._flat
+        learner = self._learner
         learner.check(task.work)
         if task.work.budget < inf and learner.device.startswith("cuda"):
             proceed = _synchronized(proceed)
+        steps = self._micro.is_auto and learner.outer is not None
+        load = Loading(self._flat, model, steps)
+        final = self._micro.watched(self.final)
+        return self._micro.until_it_fits(lambda: self._computed(load, task, proceed, final))
+
+    def _computed(
+        self, load: Loading, task: Task, proceed: Proceed, final: Final | None
+    ) -> Outcome:
+        learner, flat = self._learner, self._flat
+        self._feed.begin(self._requests(task), self._likely(task))
         if task.work.parts is not None:
-            return self._coded(model, task, task.work.parts, proceed)
+            return self._coded(load, task, task.work.parts, proceed)
         with self._seeded(self._samples.generator(task)):
-            chosen = self._samples.of(task)
-            self._read_ahead(chosen)
-            flat.load(model)
+            load()
             if learner.outer is None:
-                losses = self._gradient(chosen, proceed, self.final)
+                losses = self._gradient(task.samples, proceed, final)
             else:
                 losses = self._local_steps(task, proceed)
         if not losses.samples:
@@ -101,7 +115,7 @@ class TorchReplica:
 
     def _coded(
         self,
-        model: Iterable[Array],
+        load: Loading,
         task: Task,
         parts: Mapping[int, Coefficients],
         proceed: Proceed,
@@ -109,16 +123,11 @@ class TorchReplica:
         """Compute each part separately, as every worker with it does, and add them up encoded."""
         flat, total, number, count = self._flat, 0.0, 0.0, 0.0
         encoder = Encoder(flat.values.numel(), task.work.messages)
-        for turn, (part, factors) in enumerate(parts.items()):
+        for part, factors in parts.items():
             place, size = task.part(part)
             with self._seeded(generator(self._seed, SHARED, place)):
-                chosen = self._samples.stretch(place, size)
-                self._read_ahead(chosen)
-                if turn:
-                    flat.reset()
-                else:
-                    flat.load(model)
-                losses = self._gradient(chosen, proceed)
+                load()
+                losses = self._gradient(size, proceed)
             if losses.samples < size:
                 return Outcome(None, 0)  # an incomplete part is useless
             flat.buffer_change()
@@ -135,29 +144,52 @@ class TorchReplica:
         return Outcome(message, task.computed, {**stats, "sketch": seen})
 
     def _seeded(self, rng: np.random.Generator) -> AbstractContextManager[None]:
-        return _quiet(self._learner.threads, self._learner.device, rng)
+        return _quiet(self._learner.threads, self._learner.device, int(rng.integers(2**63)))
 
-    def _read_ahead(self, chosen: NDArray[np.int64]) -> None:
-        """Fetch the first samples early, with the same random numbers as later."""
-        self._ahead = self._fetch(chosen[: self._learner.micro_batch])
+    def _requests(self, task: Task) -> list[Request]:
+        """Return the batches of a task in their order."""
+        if task.work.parts is not None:
+            found: list[Request] = []
+            for part in task.work.parts:
+                place, size = task.part(part)
+                chosen = [self._samples.stretch(place, size)]
+                found += self._cut(chosen, generator(self._seed, SHARED, place))
+            return found
+        steps = 1 if self._learner.outer is None else task.work.steps
+        chosen = [self._samples.of(task, step) for step in range(steps)]
+        return self._cut(chosen, self._samples.generator(task))
 
-    def _batch(self, chosen: NDArray[np.int64]) -> Any:
-        ahead, self._ahead = self._ahead, None
-        return _to(self._fetch(chosen) if ahead is None else ahead, self._learner.device)
+    def _cut(self, steps: list[NDArray[np.int64]], rng: np.random.Generator) -> list[Request]:
+        """Cut the samples of steps into micro-batches, each with its seed."""
+        pieces = [
+            chosen[start : start + size]
+            for chosen in steps
+            for size in [self._micro.of(len(chosen))]
+            for start in range(0, len(chosen), size)
+        ]
+        seeds = rng.integers(2**63, size=1 + len(pieces))[1:]  # the first is the model's
+        return [
+            Request(tuple(piece.tolist()), int(seed))
+            for piece, seed in zip(pieces, seeds, strict=True)
+        ]
 
-    def _gradient(
-        self, chosen: NDArray[np.int64], proceed: Proceed, final: Final | None = None
-    ) -> Losses:
+    def _likely(self, task: Task) -> list[Request]:
+        """Return the batches of the next task, if it is as far ahead as this one was."""
+        last, self._last = self._last, task
+        if not self._learner.num_workers or task.work.parts is not None or task.work.tiles:
+            return []
+        stride = 0 if last is None or last.samples != task.samples else task.offset - last.offset
+        return self._requests(replace(task, offset=task.offset + stride)) if stride > 0 else []
+
+    def _gradient(self, samples: int, proceed: Proceed, final: Final | None = None) -> Losses:
         """Write the gradient per sample to the flat buffer; return the losses of samples used."""
         flat, learner = self._flat, self._learner
         flat.grads.zero_()
-        samples = len(chosen)
-        size = learner.micro_batch or samples
+        size = self._micro.of(samples)
         losses = Losses()
         while (done := losses.samples) < samples and proceed(done):
-            piece = chosen[done : done + size]
-            found = learner.loss(flat.module, self._batch(piece))
-            part = losses.add(found, len(piece), samples)
+            found = learner.loss(self._model, move(self._feed.next(), learner.device))
+            part = losses.add(found, min(size, samples - done), samples)
             if part is not None:
                 with self._watched(final if losses.samples == samples else None):
                     part.backward()
@@ -181,8 +213,7 @@ class TorchReplica:
         losses = Losses()
         for step in range(task.work.steps):
             before = losses.samples
-            chosen = self._samples.of(task, step)
-            found = self._gradient(chosen, lambda n: proceed(before + n))  # noqa: B023
+            found = self._gradient(task.samples, lambda n: proceed(before + n))  # noqa: B023
             if not found.samples:
                 break
             if found.counted:
@@ -225,53 +256,16 @@ def _synchronized(proceed: Proceed) -> Proceed:
 
 
 @contextmanager
-def _quiet(threads: int, device: str, rng: np.random.Generator) -> Iterator[None]:
+def _quiet(threads: int, device: str, seed: int) -> Iterator[None]:
     """Fix torch's threads and all global seeds inside; restore both afterwards, except CUDA's."""
     before = torch.get_num_threads()
     if before != threads:
         torch.set_num_threads(threads)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed = int(rng.integers(2**63))
-    # Not torch.manual_seed, which takes 0.5 ms to note where it was called for other devices.
-    torch.default_generator.manual_seed(seed)
     if device.startswith("cuda"):
         torch.cuda.manual_seed(seed)
-    np.random.seed(int(rng.integers(2**32)))
-    random.seed(int(rng.integers(2**63)))
     try:
-        yield
+        with seeded(seed):
+            yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
         if before != threads:
             torch.set_num_threads(before)
-
-
-def _fetcher(
-    dataset: Dataset[Any], collate: Callable[[list[Any]], Any]
-) -> Callable[[np.ndarray[Any, np.dtype[np.int64]]], Any]:
-    """Return the fastest function of the dataset that fetches a batch by indices."""
-    if type(dataset) is TensorDataset and collate is default_collate:
-        tensors = dataset.tensors
-        return lambda chosen: [tensor[torch.from_numpy(chosen)] for tensor in tensors]
-    many = getattr(dataset, "__getitems__", None)
-    if many is not None:
-        return lambda chosen: collate(many(chosen.tolist()))
-    return lambda chosen: collate([dataset[i] for i in chosen.tolist()])
-
-
-def _to(batch: Any, device: str) -> Any:
-    """Move a batch to a device: tensors in lists, tuples and dicts, or objects with `to`."""
-    if device == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to(item, device) for key, item in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [_to(item, device) for item in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    if callable(move := getattr(batch, "to", None)):  # such as the BatchEncoding of transformers
-        return move(device)
-    return batch

@@ -11,14 +11,16 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from paceline.core.protocol import Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
+from paceline.learners.feed import check_map_style
 from paceline.learners.flat import flat_size, hollow
 from paceline.learners.frozen import frozen_parameters, resident_digest
 from paceline.learners.loss import Loss
+from paceline.learners.memory import MicroBatch
 from paceline.learners.optimize import (
     MakeOptimizer,
     MakeScheduler,
@@ -31,6 +33,7 @@ from paceline.learners.optimize import (
     shapes_of,
     stand_ins,
 )
+from paceline.learners.prepare import Prepare
 from paceline.learners.replica import TorchReplica
 from paceline.learners.transforms import Transform
 
@@ -57,10 +60,16 @@ class TorchLearner:
     model: the module; or a function that makes it, called in each process with torch's seed 0. So
         no weights are sent to start a worker.
     micro_batch: the samples computed at a time; cancelled work can end between micro-batches.
+        "auto": all of a task, and half as many whenever a worker runs out of memory.
     threads: the torch threads of each replica; results depend on it bit by bit, so it is fixed
         and recorded.
     device: "cpu", "cuda", or "auto", which is "cuda" in each worker that has a GPU.
     buffers: names of large persistent buffers that training changes; see below.
+    num_workers, prefetch_factor, pin_memory: of the DataLoader that each worker fetches samples
+        with. Its processes remain from task to task, and read ahead. Results have the same bits
+        with any number of them.
+    prepare: called with the module once in each worker: `torch.compile`, activation checkpointing.
+        It changes the module, or returns one that wraps it. The server's module is not changed.
 
     Persistent buffers (BatchNorm statistics) are part of the model. Each worker starts from the
     server's, and a step moves them by the weighted mean of the workers' changes. A buffer of more
@@ -79,7 +88,7 @@ class TorchLearner:
     outer: MakeOptimizer | None = None
     scheduler: MakeScheduler | None = None
     transform: Transform | None = None
-    micro_batch: int | None = None
+    micro_batch: MicroBatch = None
     collate: Callable[[list[Any]], Any] = default_collate
     threads: int = 1
     device: str = "cpu"
@@ -88,9 +97,16 @@ class TorchLearner:
     outer_scheduler: MakeScheduler | None = None
     outer_transform: Transform | None = None
     buffers: Collection[str] = ()
+    prepare: Prepare | None = None
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or (self.micro_batch is not None and self.micro_batch < 1):
+        if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
+            raise ValueError(f'micro_batch={self.micro_batch!r}: use a number, or "auto"')
+        least = self.micro_batch if isinstance(self.micro_batch, int) else 1
+        if self.batch_size < 1 or least < 1:
             raise ValueError(
                 f"batch_size={self.batch_size}, micro_batch={self.micro_batch}: use at least 1"
             )
@@ -102,12 +118,17 @@ class TorchLearner:
                     f'device={self.device!r}: use "cpu", "cuda", or "auto" for a GPU where a '
                     "worker has one"
                 ) from error
+        if self.num_workers < 0 or self.prefetch_factor < 1:
+            raise ValueError(
+                f"num_workers={self.num_workers}, prefetch_factor={self.prefetch_factor}: use at "
+                "least 0 and 1, as for a DataLoader"
+            )
         if not callable(self.loss):
             raise ValueError(
                 f"loss= is a {type(self.loss).__name__}; give a function loss(model, batch)"
             )
         if self._is_open() or not callable(self.dataset):
-            _check_map_style(self.dataset)
+            check_map_style(self.dataset)
         self._check_sides()
         self._check_recipes()
 
@@ -165,7 +186,7 @@ class TorchLearner:
         if self._is_open():
             return cast(Dataset[Any], self.dataset)
         opened = cast(Callable[[], Dataset[Any]], self.dataset)()
-        _check_map_style(opened)
+        check_map_style(opened)
         return opened
 
     def replica(self, seed: int, tiles: Partition | None = None) -> TorchReplica:
@@ -245,7 +266,7 @@ class TorchLearner:
                 f"{work.steps} local steps need an outer optimizer for the server: "
                 "TorchLearner(…, outer=partial(torch.optim.SGD, lr=1.0)) averages"
             )
-        if work.budget < inf and self.micro_batch is None:
+        if work.budget < inf and not isinstance(self.micro_batch, int):
             raise ValueError(
                 f"a budget of {work.budget:g} s can only end work between pieces: "
                 "TorchLearner(…, micro_batch=…) says how large a piece is"
@@ -265,6 +286,7 @@ class TorchLearner:
             "transform": describe(self.transform),
             **{name: describe(getattr(self, name)) for name in local},
             **({} if self._frozen is None else {"frozen": self._frozen}),
+            **({} if self.prepare is None else {"prepare": describe(self.prepare)}),
         }
 
 
@@ -333,17 +355,3 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
             "arguments that returns one"
         )
     return module
-
-
-def _check_map_style(dataset: Any) -> None:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            f"dataset {kind} is an IterableDataset, and workers fetch samples by their index; give "
-            "a map-style dataset, with __len__ and __getitem__"
-        )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ValueError(
-            f"dataset {kind} is neither map-style (__len__ and __getitem__) nor a function that "
-            "opens such a dataset"
-        )

@@ -34,11 +34,13 @@ class Queue:
     examples: the samples of one epoch.
     batch_size: the global batch, which is the distance of two tasks until it is known better.
     micro_batch: the most samples of a piece; None: a task is one piece.
+    stream: the order of the run's samples.
     """
 
     examples: int
     batch_size: int
     micro_batch: int | None
+    stream: Stream
 
     def __post_init__(self) -> None:
         self.asked: deque[Piece] = deque()
@@ -46,19 +48,16 @@ class Queue:
         self._ahead: deque[Piece] = deque()  # of the turn or guessed, those not asked for
         self._guess: tuple[int, int] = (0, 0)  # the offset and size of the last task, or guess
         self._distance = self.batch_size
-        self._stream: Stream | None = None
         self._most: int | None = None  # asked for and not computed, at the first step
 
-    def begin(self, turn: Turn, seed: int) -> None:
+    def begin(self, turn: Turn) -> None:
         """Take a new turn: find its pieces among those asked for, or ask for them."""
-        if self._stream is None:
-            self._stream = Stream(self.examples, seed)
         offset, size = turn.task.offset, turn.task.samples
         before = self._last_offset
         if before is not None and offset > before:
             self._distance = offset - before
         self._last_offset = offset
-        self.due = self._cut(offset, [int(index) for index in turn.indices])
+        self.due = self._cut(offset, size)
         ahead = [piece for piece in self.asked if piece in self.due]
         if len(ahead) == len(self.due):
             return  # guessed; what the loop computes before them is skipped
@@ -79,11 +78,9 @@ class Queue:
         """Return the next piece for the loader; None if it lies behind the end of the epoch."""
         if not self._ahead:
             offset, size = self._guess[0] + self._distance, self._guess[1]
-            assert self._stream is not None
             if offset >= end:
                 return None
-            found = self._stream.indices(offset, size).tolist()
-            self._ahead, self._guess = deque(self._cut(offset, found)), (offset, size)
+            self._ahead, self._guess = deque(self._cut(offset, size)), (offset, size)
         if self._ahead[0].offset >= end:
             return None
         piece = self._ahead.popleft()
@@ -103,8 +100,9 @@ class Queue:
             )
         return self.asked.popleft() if self.asked else None
 
-    def _cut(self, offset: int, indices: list[int]) -> list[Piece]:
-        size = self.micro_batch or max(len(indices), 1)
+    def _cut(self, offset: int, samples: int) -> list[Piece]:
+        indices = self.stream.indices(offset, samples).tolist()
+        size = self.micro_batch or max(samples, 1)
         return [
             Piece(offset + at, tuple(indices[at : at + size]))
             for at in range(0, len(indices), size)

@@ -74,7 +74,7 @@ def join(
         "clip_norm": repr(recipe.transform),
     }
     hello = Hello(shapes_of(recipe.model), rules, examples, options=options)
-    turns = Turns(examples)
+    turns = Turns()
     connection = Connection(run, hello, lambda: recipe, turns, LoopWorker(turns, rate))
     return connection, connection.open().options
 

@@ -19,6 +19,7 @@ from paceline.core.checks import check_seconds, check_whole
 from paceline.core.logs import logger_of
 from paceline.core.policy import Policy
 from paceline.core.protocol import Prices
+from paceline.data.shards import stream_of
 from paceline.learners.flat import FlatModule
 from paceline.learners.optimize import Rates, shapes_of, trained
 from paceline.learners.optimizer_recipe import Pace, RemadeOptimizer, RemadeSchedules
@@ -196,7 +197,6 @@ class Session:
         self._queue: Queue | None = None
         self._turn: Turn | None = None
         self._ended: RunEnded | None = None
-        self._seed = 0
         self._lrs: list[Any] = [group["lr"] for group in optimizer.param_groups]
         optimizer.register_step_pre_hook(self._refuse_step)
 
@@ -223,7 +223,7 @@ class Session:
         if not hasattr(data, "__len__"):
             raise ValueError(
                 f"{type(data).__name__} has no length; a session hands out samples by their index, "
-                "so give a map-style dataset"
+                "so give a map-style dataset, or paceline.data.shards.Shards"
             )
         examples = len(data)
         self._connection, options = join(
@@ -234,8 +234,8 @@ class Session:
         if options.batch_size is None:
             self.close()
             raise ValueError("no session has named the global batch; give batch_size=")
-        self._seed = options.seed or 0
-        self._queue = Queue(examples, options.batch_size, self._micro_batch)
+        stream = stream_of(data, options.seed or 0, options.batch_size)
+        self._queue = Queue(examples, options.batch_size, self._micro_batch, stream)
         return Batches(self._queue, self._current, _seed)
 
     def step(
@@ -321,7 +321,7 @@ class Session:
         turn = self._turn
         self._flat.load([turn.model])
         self._gradients.clear()
-        self._queue.begin(turn, self._seed)
+        self._queue.begin(turn)
         _seed(turn)
         settings = self._rates.groups(turn.task.version)
         for group, options in zip(self._optimizer.param_groups, settings, strict=True):

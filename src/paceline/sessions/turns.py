@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paceline.core.protocol import Task
+from paceline.core.protocol import SHARED, Task
 from paceline.data.partition.base import Partition
-from paceline.data.sampling import Samples
+from paceline.data.seeding import generator
 from paceline.learners.base import Array, Outcome, Proceed
 
 _LOOK = 0.5  # seconds between two looks at whether a task is still wanted
@@ -35,45 +34,36 @@ class RunEnded(Exception):
 
 
 class Turn:
-    """One task for the user's loop: which samples, on which model."""
+    """One task for the user's loop, and the model to compute it on."""
 
-    def __init__(self, task: Task, model: Array, indices: NDArray[np.int64], seed: int) -> None:
-        self.task, self.model, self.indices = task, model, indices
+    def __init__(self, task: Task, model: Array, seed: int) -> None:
+        self.task, self.model = task, model
         self.seed = seed  # of random layers, the same on every worker
         self.outcome: Outcome | None = None
         self.abandoned = False  # nobody waits for it any more
 
 
 class Turns:
-    """The replica of a session's worker, and the queue between it and the user's loop.
+    """The replica of a session's worker, and the queue between it and the user's loop."""
 
-    examples: the samples of one epoch; None: tasks name no samples.
-    """
-
-    def __init__(self, examples: int | None) -> None:
-        self._examples = examples
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._next: Turn | None = None
         self._current: Turn | None = None  # that the worker waits for
         self._end: RunEnded | None = None
-        self._samples: Samples | None = None
+        self._seed = 0  # of the run
 
     # --- for the worker, in its thread -----------------------------------------------------------
 
     def replica(self, seed: int, tiles: Partition | None = None) -> Turns:
-        """Return the replica of a run with this seed; only its samples depend on it."""
-        if self._examples is not None:
-            self._samples = Samples(self._examples, seed, tiles)
+        """Return the replica of a run with this seed; only random layers depend on it."""
+        self._seed = seed
         return self
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         """Wait for the user's loop to compute a task."""
-        none = np.zeros(0, np.int64)
-        indices = none if self._samples is None else self._samples.of(task)
-        seed = 0
-        if self._samples is not None:
-            seed = int(self._samples.generator(task).integers(2**63))
-        turn = Turn(task, np.concatenate([*model]), indices, seed)
+        seed = int(generator(self._seed, SHARED, task.offset).integers(2**63))
+        turn = Turn(task, np.concatenate([*model]), seed)
         with self._changed:
             self._next = self._current = turn
             self._changed.notify_all()

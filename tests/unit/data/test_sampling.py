@@ -90,7 +90,7 @@ def task(tiled: tuple[int, ...] = (), offset: int = 0, samples: int = 4, **work:
 
 
 def test_a_tiles_epochs_are_permutations_of_its_own_samples() -> None:
-    samples = Samples(8, 5, TILES)
+    samples = Samples(Stream(8, 5), 5, TILES)
     drawn = [int(samples.of(task((i,), samples=1, tiles={1: 1}))[0]) for i in range(12)]
     for epoch in range(3):
         assert sorted(drawn[4 * epoch : 4 * epoch + 4]) == [1, 2, 5, 7]
@@ -98,7 +98,7 @@ def test_a_tiles_epochs_are_permutations_of_its_own_samples() -> None:
 
 
 def test_local_steps_go_on_in_each_tile() -> None:
-    samples = Samples(8, 5, TILES)
+    samples = Samples(Stream(8, 5), 5, TILES)
     both = task((0, 1), samples=3, tiles={0: 1, 1: 2}, steps=2)
     first, second = samples.of(both), samples.of(both, step=1)
     alone = [samples.of(task((d,), samples=n, tiles={t: n})).tolist()
@@ -109,22 +109,29 @@ def test_local_steps_go_on_in_each_tile() -> None:
 
 def test_any_beginning_of_a_task_is_of_all_its_tiles() -> None:
     tiles = Partition([i // 50 for i in range(200)])
-    drawn = Samples(200, 0, tiles).of(task((0, 0, 0), samples=40, tiles={0: 10, 1: 20, 3: 10}))
+    drawn = Samples(Stream(200, 0), 0, tiles).of(
+        task((0, 0, 0), samples=40, tiles={0: 10, 1: 20, 3: 10})
+    )
     for count in (4, 8, 20, 32):
         of = np.bincount(tiles.of[drawn[:count]], minlength=4)
         assert np.all(np.abs(of - np.array([0.25, 0.5, 0, 0.25]) * count) <= 1)
 
 
 def test_shared_data_are_drawn_as_ever() -> None:
-    assert Samples(8, 3).of(task(offset=5)).tolist() == Stream(8, 3).indices(5, 4).tolist()
-    assert Samples(8, 3).of(task(offset=5), 2).tolist() == Stream(8, 3).indices(13, 4).tolist()
-    draws = [Samples(8, 3).generator(each).random() for each in
+    assert (
+        Samples(Stream(8, 3), 3).of(task(offset=5)).tolist() == Stream(8, 3).indices(5, 4).tolist()
+    )
+    assert (
+        Samples(Stream(8, 3), 3).of(task(offset=5), 2).tolist()
+        == Stream(8, 3).indices(13, 4).tolist()
+    )
+    draws = [Samples(Stream(8, 3), 3).generator(each).random() for each in
              (task(offset=5), task(offset=5, samples=1), task((5,), tiles={1: 4}))]  # fmt: skip
     assert draws[0] == draws[1] == generator(3, SHARED, 5).random() != draws[2]
 
 
 def test_tiles_must_be_of_the_data() -> None:
     with pytest.raises(ValueError, match="have 8 samples together, and the dataset has 9"):
-        Samples(9, 0, TILES)
+        Samples(Stream(9, 0), 0, TILES)
     with pytest.raises(ValueError, match="the learner has none"):
-        Samples(8, 0).of(task((0,), tiles={1: 4}))
+        Samples(Stream(8, 0), 0).of(task((0,), tiles={1: 4}))

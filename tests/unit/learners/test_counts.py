@@ -16,7 +16,7 @@ import paceline as pl
 from paceline.core.averages import by_count, mean_loss
 from paceline.core.policy import Policy
 from paceline.core.protocol import Task, Work
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Samples, Stream
 from paceline.engines.checks import ResultCheck
 from paceline.engines.results import Results
 from paceline.planner.measure.curvature import measure_curvature
@@ -66,7 +66,7 @@ def test_micro_batches(name: str) -> None:
 
 def test_the_loss_of_a_step_is_the_mean_over_tokens() -> None:
     run = train(learner(), pl.sync(), 3, placement=pl.BySpeed())
-    model, samples, expected = network().double(), Samples(len(ROWS), SEED), []
+    model, samples, expected = network().double(), Samples(Stream(len(ROWS), SEED), SEED), []
     for results in ragged.steps_of(run):
         rows = [i for task, _ in results for i in samples.of(task).tolist()]
         total, count = flat_gradient(model, rows)
@@ -83,7 +83,7 @@ def test_data_shards(bound: float | None) -> None:
     shards = pl.partition.even(len(ROWS), 8, seed=1)
     placement = pl.policies.Placed(shards, move=False, bound=bound)
     run = train(learner(), pl.k_sync(3), 4, placement=placement)
-    model, samples = network().double(), Samples(len(ROWS), SEED, shards)
+    model, samples = network().double(), Samples(Stream(len(ROWS), SEED), SEED, shards)
     for results in ragged.steps_of(run):
         total, mean, sum_of = torch.zeros(0), 0.0, sum(weight for _, weight in results)
         for task, weight in results:
@@ -97,7 +97,7 @@ def test_data_shards(bound: float | None) -> None:
 def test_damped_steps_stay_damped() -> None:
     """The weight of a stale result is below 1, and a count must not bring it back to 1."""
     run = train(learner(), pl.asynchronous(), 9)
-    model, samples = network().double(), Samples(len(ROWS), SEED)
+    model, samples = network().double(), Samples(Stream(len(ROWS), SEED), SEED)
     models = [copy.deepcopy(model)]
     assert any(weight < 0.9 for ((_, weight),) in ragged.steps_of(run))
     for ((task, weight),) in ragged.steps_of(run):
@@ -111,7 +111,7 @@ def test_local_steps() -> None:
     """Each local step is the mean over its tokens; a worker's change counts by all its tokens."""
     recipe = learner(outer=partial(torch.optim.SGD, lr=1.0), batch_size=48)
     run = train(recipe, pl.local_sgd(3), 3, placement=pl.BySpeed())
-    model, samples = network().double(), Samples(len(ROWS), SEED)
+    model, samples = network().double(), Samples(Stream(len(ROWS), SEED), SEED)
     for results in ragged.steps_of(run):
         changes, tokens = [], []
         for task, _ in results:
@@ -178,7 +178,7 @@ def test_batches_without_anything_to_count() -> None:
         return (total, int(count)) if count > 5 else (torch.zeros(()), 0)
 
     found = outcome(long_rows, samples=12, micro_batch=1)
-    rows = Samples(len(ROWS), SEED).of(Task(0, "", Work(), 0, 0.0, 12, 0)).tolist()
+    rows = Samples(Stream(len(ROWS), SEED), SEED).of(Task(0, "", Work(), 0, 0.0, 12, 0)).tolist()
     used = [i for i in rows if len(ROWS[i]) > 6]
     assert 0 < len(used) < len(rows)
     total, count = flat_gradient(network(), used)
@@ -237,7 +237,7 @@ def test_buffers_move_by_their_mean_change() -> None:
 
     norm = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2))
     run = train(learner(model=norm, loss=features), pl.sync(), 1)
-    means, counts, samples = [], [], Samples(len(ROWS), SEED)
+    means, counts, samples = [], [], Samples(Stream(len(ROWS), SEED), SEED)
     for task, _ in ragged.steps_of(run)[0]:
         rows = [ROWS[i] for i in samples.of(task).tolist()]
         means.append(0.1 * float(torch.stack([row[0] for row in rows]).double().mean()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.learners.replica import _to
+from paceline.learners.feed import move
 
 
 class Pair(NamedTuple):
@@ -31,7 +31,7 @@ def loss(model: nn.Module, given: dict[str, Any]) -> Tensor:
 
 
 def test_a_forward_pass_meets_no_tensor_of_another_device() -> None:
-    moved = _to(batch(), "meta")
+    moved = move(batch(), "meta")
     assert isinstance(moved["pairs"][0], Pair) and moved["labels"][1:] == ("a text", None)
     assert loss(nn.Linear(6, 2, device="meta"), moved).device.type == "meta"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import paceline as pl
-from paceline.learners.replica import _to
+from paceline.learners.feed import move
 
 if not os.environ.get("CI"):  # there it must be
     pytest.importorskip("transformers")
@@ -148,7 +148,7 @@ class Pair(NamedTuple):
 
 def test_batches_of_any_kind_move_to_a_device() -> None:
     zeros = torch.zeros(2)
-    encoded = _to(transformers.BatchEncoding({"input_ids": zeros}), "meta")
+    encoded = move(transformers.BatchEncoding({"input_ids": zeros}), "meta")
     assert encoded["input_ids"].is_meta and type(encoded) is transformers.BatchEncoding
-    pair = _to({"pair": Pair(zeros, zeros), "name": "x"}, "meta")["pair"]
+    pair = move({"pair": Pair(zeros, zeros), "name": "x"}, "meta")["pair"]
     assert type(pair) is Pair and pair.inputs.is_meta and pair.labels.is_meta

@@ -8,25 +8,24 @@ import numpy as np
 import pytest
 
 from paceline.core.protocol import Task, Work
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Stream
 from paceline.sessions.batches import Batches, Piece, Queue
 from paceline.sessions.turns import Turn
 
 EXAMPLES, BATCH = 40, 8
-SAMPLES = Samples(EXAMPLES, 0)
-LONG = Samples(10 * EXAMPLES, 0)
+SAMPLES = Stream(EXAMPLES, 0)
 
 
-def turn(offset: int, samples: int, data: Samples) -> Turn:
+def turn(offset: int, samples: int) -> Turn:
     task = Task(0, "w0", Work(samples=samples), 0, 0.0, samples, offset)
-    return Turn(task, np.zeros(1, np.float32), data.of(task), 0)
+    return Turn(task, np.zeros(1, np.float32), 0)
 
 
 class Loop:
     """A loader with some batches asked for ahead, and the loop that takes them."""
 
     def __init__(self, ahead: int, micro: int | None = None, last: int = EXAMPLES) -> None:
-        self.queue = Queue(last, BATCH, micro)
+        self.queue = Queue(last, BATCH, micro, Stream(last, 0))
         self.turn: Turn | None = None
         self.seeded: list[int] = []
         self._batches = Batches(self.queue, lambda: self.turn, self._seed)
@@ -37,9 +36,8 @@ class Loop:
         self.seeded.append(turn.task.offset)
 
     def begin(self, offset: int, samples: int = 4) -> None:
-        data = SAMPLES if self.queue.examples == EXAMPLES else LONG
-        self.turn = turn(offset, samples, data)
-        self.queue.begin(self.turn, 0)
+        self.turn = turn(offset, samples)
+        self.queue.begin(self.turn)
 
     def epoch(self) -> Iterator[list[int]]:
         """Yield batches as a DataLoader does, which asks for the next before it yields one."""
@@ -57,7 +55,7 @@ class Loop:
 
 
 def expected(offset: int, samples: int = 4) -> list[int]:
-    return [int(i) for i in SAMPLES.stretch(offset, samples)]
+    return [int(i) for i in SAMPLES.indices(offset, samples)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])

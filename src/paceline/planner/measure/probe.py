@@ -145,7 +145,9 @@ def profile(
                     _probe(learner, engine, *more, seed + number, prices, Int8(), down)
                 )  # fmt: skip
         # On other engines cancelled work ends between micro-batches, if there are any.
-        ends = getattr(engine, "interruptible", getattr(learner, "micro_batch", None) is not None)
+        ends = getattr(
+            engine, "interruptible", isinstance(getattr(learner, "micro_batch", None), int)
+        )
         found = replace(profile_of(*journals, skip=1 if tasks > 1 else 0), interruptible=ends)
         found = replace(
             found,

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from paceline.core.checks import check_seconds, check_whole
 from paceline.core.errors import CheckpointError
@@ -37,9 +37,6 @@ from paceline.training.checkpoint.files import contiguous as _contiguous
 from paceline.training.checkpoint.files import digest as _digest
 from paceline.training.checkpoint.store import Store, Unreachable
 
-if TYPE_CHECKING:
-    from torch import nn
-
 __all__ = [
     "FORMAT",
     "CheckpointError",
@@ -56,7 +53,6 @@ __all__ = [
     "write",
 ]
 _PREFIX = "step-"
-Model = TypeVar("Model", bound="nn.Module")
 logger = logger_of(__name__)
 
 
@@ -179,8 +175,8 @@ class Checkpoints:
                 logger.warning("%s is skipped: it has no %s", folder, MANIFEST)
         return [str(folder) for folder in reversed(_complete(Path(self.path)))]
 
-    def load(self, model: Model) -> Model:
-        """Load the tensors of the newest checkpoint into a module, and return the module.
+    def load(self, model: Any) -> Any:
+        """Load the tensors of the newest checkpoint into a torch module, and return the module.
 
         Frozen parameters keep their values, since no checkpoint has them.
         """
