@@ -71,6 +71,17 @@ def test_a_model_of_transformers_learns_and_stays_tied() -> None:
     assert "share their weights: True" in output
 
 
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [[], ["--ray"]])
+def test_an_adapter_learns_and_plain_peft_loads_it(engine: list[str]) -> None:
+    output = run("examples/lora.py", *engine)
+    assert re.search(r"accuracy of the base \d%, with the adapter (100|9\d)%", output)
+    assert re.search(r"accuracy of the last checkpoint (100|9\d)%", output)
+    size = re.search(r"^(\d+) bytes are sent each way in a step; the base has (\d+)$", output, re.M)
+    assert size and int(size[1]) < int(size[2]) / 4
+
+
 @pytest.mark.long
 def test_a_gpt_learns_on_ray() -> None:
     output = run("examples/gpt.py", "--ray", "--steps", "40")
