@@ -472,9 +472,10 @@ class Simulator:
             "queue": sorted([*item] for item in self._queue if self._is_live(item[2])),
             "tasks": list(self._tasks.values()),
             "losses": losses,
-            "counts": counts,
             "workers": workers,
         }
+        if any(count is not None for count in counts.values()):
+            data["counts"] = counts
         return Saved(arrays, encode(data))
 
     def _load(self, saved: Saved) -> None:
@@ -501,8 +502,7 @@ class Simulator:
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
                 memories[name] = memory
-        counts = data.get("counts", {})  # older checkpoints have none
-        self._results.load(saved.arrays, data["losses"], counts, memories)
+        self._results.load(saved.arrays, data["losses"], data.get("counts", {}), memories)
         if self._arithmetic:
             for task in self._tasks.values():
                 self._models[task.version] = saved.arrays[f"model.{task.version}"]
