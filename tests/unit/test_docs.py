@@ -28,6 +28,7 @@ PAGES = [
 # What pages need beyond the package; in CI it must be there.
 NEEDS = {
     "frameworks": ("lightning", "transformers"),
+    "lora": ("peft", "transformers"),
     "trackers": ("tensorboard", "wandb", "mlflow"),
     "live": ("rich",),
 }

@@ -60,7 +60,7 @@ class TorchLearner:
     model: the module; or a function that makes it, called in each process with torch's seed 0. So
         no weights are sent to start a worker.
     micro_batch: the samples computed at a time; cancelled work can end between micro-batches.
-        "auto": all of a task, and half as many whenever a worker runs out of memory.
+        With "auto" it is all of a task, and halved whenever a worker runs out of memory.
     threads: the torch threads of each replica; results depend on it bit by bit, so it is fixed
         and recorded.
     device: "cpu", "cuda", or "auto", which is "cuda" in each worker that has a GPU.

@@ -193,6 +193,20 @@ def test_a_frozen_parameter_that_a_loss_changes_is_named() -> None:
         made.fit(steps=1)
 
 
+def test_gradient_checkpointing_by_prepare_gives_the_same_bits() -> None:
+    def prepare(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+
+    found = []
+    for given in (None, prepare):
+        optimizer, data = partial(torch.optim.AdamW, lr=0.02), TensorDataset(WORDS)
+        recipe = pl.TorchLearner(adapted(llama), loss, optimizer, data, 16, prepare=given)
+        run = pl.Trainer(recipe, pl.sync(), pl.Simulator(2), progress=False).fit(steps=3)
+        found.append(run.model.state_dict())
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 def test_every_value_of_a_large_base_counts(tmp_path: Path) -> None:
     """In a resume: the hash of a large tensor has samples, and a sum of all bytes."""
     saves = pl.Checkpoints(tmp_path, every=1)
