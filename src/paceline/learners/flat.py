@@ -74,7 +74,7 @@ class FlatModule:
                     parameter.data = view
             if with_grads:
                 parameter.grad = self.grads[start:stop].view_as(parameter)
-        self.module = module.to(device)
+        self.module = moved(module, device)
         self._buffers = sent_buffers(module, changing)
         for place in self._buffers:
             b = place.buffer
@@ -242,6 +242,13 @@ class _Place:
 
     def put_back(self) -> None:
         self.owner._buffers[self.key] = self.buffer
+
+
+def moved(module: nn.Module, device: str) -> nn.Module:
+    """Move a module to a device; frozen parameters without memory stay on `meta`."""
+    if not any(tensor.is_meta for tensor in chain(*_tensors(module))):
+        return module.to(device)
+    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def flat_size(module: nn.Module, changing: Collection[str] = ()) -> int:

@@ -5,6 +5,7 @@ They must be equal in every process. A frozen base may have gigabytes, so nothin
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Collection, Iterator
 from itertools import chain
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.learners.flat import all_buffers, sent_buffers
+from paceline.learners.flat import all_buffers, moved, sent_buffers
 
 _WHOLE = 2**16  # bytes of a tensor that are hashed one by one
 _SAMPLES, _SAMPLE = 64, 2**10  # of a larger tensor: so many pieces, of so many bytes
@@ -22,6 +23,18 @@ _SAMPLES, _SAMPLE = 64, 2**10  # of a larger tensor: so many pieces, of so many 
 def frozen_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that are not trained, with their names."""
     return ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+
+
+def without_base(module: nn.Module) -> nn.Module:
+    """Copy a module to the CPU; the copy's frozen parameters are on `meta` and take no memory.
+
+    It suffices for a server, whose steps and checkpoints have no frozen parameters.
+    """
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+        for _, p in frozen_parameters(module)
+    }
+    return moved(copy.deepcopy(module, memo), "cpu")
 
 
 def resident_digest(module: nn.Module, changing: Collection[str] = ()) -> str:

@@ -50,6 +50,11 @@ class LoopLearner(TorchLearner):
 
     knows_loss = False
 
+    @property
+    def _frozen(self) -> None:
+        """Nothing is known of the frozen base, which only the users' processes have."""
+        return None
+
     def for_workers(self) -> Any:
         """Return nothing: a client has its own model."""
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from paceline.core.policy import Policy
 from paceline.core.protocol import Prices
 from paceline.data.shards import stream_of
 from paceline.learners.flat import FlatModule
+from paceline.learners.frozen import without_base
 from paceline.learners.optimize import Rates, shapes_of, trained
 from paceline.learners.optimizer_recipe import Pace, RemadeOptimizer, RemadeSchedules
 from paceline.learners.transforms import ClipNorm
@@ -134,7 +134,7 @@ def recipe_of(
         schedule = RemadeSchedules(optimizer, [Pace(scheduler, "step")], 1)
     clip = None if clip_norm is None else ClipNorm(clip_norm)
     return Recipe(
-        copy.deepcopy(model).cpu(), RemadeOptimizer(optimizer, parameters), schedule, clip, buffers
+        without_base(model), RemadeOptimizer(optimizer, parameters), schedule, clip, buffers
     )
 
 
