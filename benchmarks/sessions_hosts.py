@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,8 +142,9 @@ def reached(curve: Iterator[tuple[float, float]] | list[tuple[float, float]]) ->
 class Kept:
     """Models of a run with their times; computes their losses after the run."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._wanted, self._models = wanted, list[tuple[int, float, dict[str, Tensor]]]()
+    def __init__(self, wanted: bool, speaks: bool = True) -> None:
+        self._wanted, self._speaks = wanted, speaks
+        self._models: list[tuple[int, float, dict[str, Tensor]]] = []
         self._begin = time.monotonic()
 
     def add(self, step: int, model: nn.Module) -> None:
@@ -156,7 +158,7 @@ class Kept:
     def tell(self, seed: int) -> None:
         """Print steps, seconds and losses."""
         if not self._wanted:
-            return say(done=True)
+            return say(done=True) if self._speaks else None
         model, test = GPT(seed), the_text().held_out()
         curve = []
         for step, at, state in self._models:
@@ -194,7 +196,7 @@ def train_local(host: int, order: dict[str, Any], inside: str = "") -> None:
         rounds=order["steps"] // EVERY, run=order["run"], address=order["address"],
         process_group=group,
     ) as outer:  # fmt: skip
-        kept = Kept(host == 0 and rank == 0)
+        kept = Kept(host == 0 and rank == 0, speaks=rank == 0)
         kept.add(0, model)
         while not outer.ended:
             taken = outer.rounds
@@ -313,7 +315,7 @@ def seconds_to(curve: list[list[float]]) -> float:
 def seconds_a_step(curve: list[list[float]]) -> float:
     """Return the median over stretches between two kept models."""
     places = [(step, at) for step, at, _ in curve]
-    return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(places, places[1:], strict=False))
+    return median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(places))
 
 
 def measure(bench: Bench) -> dict[str, Any]:
@@ -327,6 +329,10 @@ def measure(bench: Bench) -> dict[str, Any]:
         print(f"{name}: {seconds_to(curve):.1f} s, {seconds_a_step(curve):.3f} a step", flush=True)
         return curve
 
+    two = {
+        f"2 {name} a host": seconds_to(keep(f"groups, {name}", bench.group(name, 0, 200)))
+        for name in ("ddp", "fsdp")
+    }
     for seed in range(3):
         arms: dict[str, Callable[[], list[list[float]]]] = {
             "ddp": lambda seed=seed: bench.ddp(seed, 140),
@@ -335,10 +341,6 @@ def measure(bench: Bench) -> dict[str, Any]:
         for name in sorted(arms, reverse=bool(seed % 2)):
             calm[name].append(seconds_to(curve := keep(f"calm, {name}, {seed}", arms[name]())))
             steps_of[name].append(reached([(step, loss) for step, _, loss in curve]))
-    two = {
-        f"2 {name} a host": seconds_to(keep(f"groups, {name}", bench.group(name, 0, 200)))
-        for name in ("ddp", "fsdp")
-    }
     bench.slow(True)
     slow: dict[str, list[float]] = {"ddp": [], "local": [], "k=3": []}
     for seed in range(2):

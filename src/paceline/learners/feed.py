@@ -154,7 +154,7 @@ class LoaderFeed:
         self._loader: DataLoader[Any] = DataLoader(
             fetch,
             batch_size=None,
-            sampler=_Asked(self._next_index),
+            sampler=_Asked(self._waiting, self._given),
             num_workers=num_workers,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
@@ -168,7 +168,8 @@ class LoaderFeed:
         under_way = {*self._given, *self._early}
         self._early = {each: self._early[each] for each in wanted if each in self._early}
         asked = [*wanted, *likely[: self._ahead]]
-        self._waiting = deque(each for each in asked if each not in under_way)
+        self._waiting.clear()
+        self._waiting.extend(each for each in asked if each not in under_way)
         if self._batches is None:
             self._batches = iter(self._loader)
         for _ in range(len(self._given)):  # give it all it takes, in place of indices None
@@ -195,12 +196,6 @@ class LoaderFeed:
         if request is not None and request in self._wanted:
             self._early[request] = batch
 
-    def _next_index(self) -> Request | None:
-        """Return what the loader is to fetch next."""
-        index = self._waiting.popleft() if self._waiting else None
-        self._given.append(index)
-        return index
-
     def _reset(self) -> None:
         """Forget the loader's processes after an error; the next task starts new ones."""
         self._batches = None
@@ -210,14 +205,19 @@ class LoaderFeed:
 
 
 class _Asked(Sampler[Any]):
-    """Asks for each index when it is needed."""
+    """Moves requests from one queue to the other, each when the loader asks for an index.
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self._ask = ask
+    It does not refer to the feed, so that the loader's processes end as soon as the feed is gone.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
+    def __init__(self, waiting: deque[Request], given: deque[Request | None]) -> None:
+        self._waiting, self._given = waiting, given
+
+    def __iter__(self) -> Iterator[Request | None]:
         while True:
-            yield self._ask()
+            index = self._waiting.popleft() if self._waiting else None
+            self._given.append(index)
+            yield index
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -81,7 +81,7 @@ def test_an_error_and_a_killed_process_fail_one_task_only() -> None:
     assert taken(feed, requests(4))[0][0, 0] == 4
     assert isinstance(feed, LoaderFeed) and feed._batches is not None
     os.kill(feed._batches._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
         taken(feed, requests(*range(0, 80, 4)))
     assert taken(feed, requests(8))[0][0, 0] == 8
 
