@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 
 STEPS = 5
-LAYERS = {"gpt2": ["c_attn", "c_fc", "c_proj"], "llama": "all-linear"}
+LAYERS: dict[str, Any] = {"gpt2": ["c_attn", "c_fc", "c_proj"], "llama": "all-linear"}
 
 
 def base(kind: str) -> Any:

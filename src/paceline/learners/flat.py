@@ -88,11 +88,6 @@ class FlatModule:
         # Copies of the buffers that are not sent: to reset them, and to detect changes.
         self._scratch = [(p, p.buffer.clone()) for p in others if not p.persistent]
         self._constant = [(p, p.buffer.clone()) for p in others if p.persistent and with_grads]
-        self._frozen = [
-            (name, p, p._version)
-            for name, p in module.named_parameters()
-            if with_grads and not p.requires_grad and not p.is_inference()
-        ]
         # A float64 value that training leaves alone is not rounded to float32.
         self._wide = {p.name: p.buffer.clone() for p in self._buffers if _is_wide(p.buffer)}
         self._pull_buffers(self._buffers)
@@ -199,13 +194,6 @@ class FlatModule:
                     f"not sent; give TorchLearner(buffers=[{place.name!r}]) to send it and average "
                     "its changes, or register it with persistent=False to reset it for each task"
                 )
-        for name, parameter, version in self._frozen:
-            if parameter._version != version:
-                raise ValueError(
-                    f"parameter {name} has requires_grad=False and changed in training, and a "
-                    "frozen parameter is neither sent nor saved; keep a tensor that the loss "
-                    "changes as a buffer, and name it in TorchLearner(buffers=…) if it is large"
-                )
         for place, (start, stop) in self._buffer_spans():
             now = place.current().reshape(-1).float()
             self.grads[start:stop] = now - self.values[start:stop]
@@ -248,7 +236,8 @@ def moved(module: nn.Module, device: str) -> nn.Module:
     """Move a module to a device; frozen parameters without memory stay on `meta`."""
     if not any(tensor.is_meta for tensor in chain(*_tensors(module))):
         return module.to(device)
-    return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return module
 
 
 def flat_size(module: nn.Module, changing: Collection[str] = ()) -> int:

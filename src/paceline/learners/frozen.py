@@ -25,6 +25,24 @@ def frozen_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
 
 
+class Base:
+    """The frozen parameters of a worker's module, which its tasks must not change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        known = [(name, p) for name, p in frozen_parameters(module) if not p.is_inference()]
+        self._known = [(name, p, p._version) for name, p in known]
+
+    def check(self) -> None:
+        """Raise ValueError if one was changed in place; changes of its `data` are not noticed."""
+        for name, parameter, version in self._known:
+            if parameter._version != version:
+                raise ValueError(
+                    f"parameter {name} has requires_grad=False and changed in training, and a "
+                    "frozen parameter is neither sent nor saved; keep a tensor that the loss "
+                    "changes as a buffer, and name it in TorchLearner(buffers=…) if it is large"
+                )
+
+
 def without_base(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU; the copy's frozen parameters are on `meta` and take no memory.
 

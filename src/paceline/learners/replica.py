@@ -25,6 +25,7 @@ from paceline.learners.base import Array, Final, Outcome, Proceed
 from paceline.learners.early import EarlyGradients
 from paceline.learners.feed import Request, feed_of, move, seeded
 from paceline.learners.flat import FlatModule
+from paceline.learners.frozen import Base
 from paceline.learners.loss import Losses, stats_of
 from paceline.learners.memory import Loading, Pieces
 from paceline.learners.optimize import Named, Rates, make_optimizer, shapes_of, trained
@@ -58,7 +59,7 @@ class TorchReplica:
         # Drops the reference to the recipe's weights.
         self._learner = replace(learner, model=self._flat.module, device=device)
         self._model = prepared(learner.prepare, self._flat)
-        self._micro = Pieces(learner.micro_batch)
+        self._micro, self._base = Pieces(learner.micro_batch), Base(self._model)
         dataset = learner.open_dataset()
         ahead = learner.prefetch_factor, learner.pin_memory
         self._feed = feed_of(dataset, learner.collate, learner.num_workers, *ahead)
@@ -76,7 +77,9 @@ class TorchReplica:
         steps = self._micro.is_auto and learner.outer is not None
         load = Loading(self._flat, model, steps)
         final = self._micro.watched(self.final)
-        return self._micro.until_it_fits(lambda: self._computed(load, task, proceed, final))
+        found = self._micro.until_it_fits(lambda: self._computed(load, task, proceed, final))
+        self._base.check()
+        return found
 
     def _computed(
         self, load: Loading, task: Task, proceed: Proceed, final: Final | None

@@ -30,6 +30,8 @@ MIB = 2**20
 class Outer(nn.Module):
     """Computes a product of every input with every weight, and a random number for each."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
