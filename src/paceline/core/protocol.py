@@ -13,9 +13,10 @@ from typing import Literal, Protocol, TypeAlias
 
 WorkerId: TypeAlias = str
 TaskId: TypeAlias = int
-Stat: TypeAlias = Literal["loss", "count", "norm", "dot", "sketch", "rate"]
+Stat: TypeAlias = Literal["loss", "count", "norm", "dot", "sketch", "rate", "new_state"]
 """A statistic of a result or a step. "count" is what the loss counts, such as tokens, per sample; a
-coded result has its counts encoded like its vector."""
+coded result has its counts encoded like its vector. "new_state" marks a result of local steps whose
+worker had no state of its inner optimizer, although it should have kept one."""
 Stats: TypeAlias = Mapping[Stat, float]
 Figure: TypeAlias = Literal["norm", "change", "move"]
 """A norm per tensor. "norm" is |x_i| and "change" is |x_i - x̂_i|, for each tensor x_i that may be

@@ -50,7 +50,7 @@ from paceline.engines.base import Job
 from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
 from paceline.engines.results import Results
 from paceline.learners.arrays import TimingOnly
-from paceline.learners.base import Array, Outcome, Saved
+from paceline.learners.base import Array, KeepingReplica, Outcome, Saved
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
@@ -410,6 +410,8 @@ class Simulator:
             self._sweep()
         worker.waiting.clear()
         worker.known = None
+        if isinstance(self._replica, KeepingReplica):
+            self._replica.forget(name)
         if worker.uplink is not None:
             worker.uplink = self._uplink()  # with an empty memory
             self._results.forget(name)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.protocol import Stat, Stats, Task, Want, Work
+from paceline.core.protocol import Stat, Stats, Task, Want, Work, WorkerId
 from paceline.data.partition.base import Partition
 
 Array: TypeAlias = NDArray[Any]
@@ -41,10 +41,26 @@ class Outcome:
 
 
 class Replica(Protocol):
-    """The worker's side; it keeps no state between tasks that could change a result."""
+    """The worker's side. It keeps no state between tasks that could change a result.
+
+    A `KeepingReplica` is the exception.
+    """
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         """Compute a task on a model given as consecutive slices, which may still be arriving."""
+
+
+@runtime_checkable
+class KeepingReplica(Replica, Protocol):
+    """A replica that may keep a state for each worker, such as that of an inner optimizer.
+
+    Its results then depend on the earlier tasks of the worker, so another worker computes other
+    ones. The state is lost with the worker's process. The first result without it, after version 0,
+    has `stats["new_state"]`.
+    """
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop the state of a worker that left; for a replica that serves several workers."""
 
 
 Final: TypeAlias = Callable[[Array, Span], None]

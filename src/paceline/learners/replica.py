@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.codes.blocks import Encoder, sketch
 from paceline.core.averages import scaled
-from paceline.core.protocol import SHARED, Coefficients, Task
+from paceline.core.logs import logger_of
+from paceline.core.protocol import SHARED, Coefficients, Task, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
@@ -34,6 +36,8 @@ from paceline.learners.transforms import Piece
 
 if TYPE_CHECKING:  # which imports this file
     from paceline.learners.torch import TorchLearner
+
+logger = logger_of(__name__)
 
 
 def device_of(wished: str) -> str:
@@ -68,6 +72,9 @@ class TorchReplica:
         self._last: Task | None = None
         self.final: Final | None = None
         self._early: EarlyGradients | None = None
+        # The inner optimizers that are kept between tasks. A simulator has a replica for all
+        # workers, and each worker has a state of its own.
+        self._inner: dict[WorkerId, Optimizer] = {}
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner = self._learner
@@ -77,15 +84,23 @@ class TorchReplica:
         steps = self._micro.is_auto and learner.outer is not None
         load = Loading(self._flat, model, steps)
         final = self._micro.watched(self.final)
-        found = self._micro.until_it_fits(lambda: self._computed(load, task, proceed, final))
+        found = self._micro.until_it_fits(lambda: self._attempt(load, task, proceed, final))
         self._base.check()
         return found
+
+    def _attempt(self, load: Loading, task: Task, proceed: Proceed, final: Final | None) -> Outcome:
+        try:
+            return self._computed(load, task, proceed, final)
+        except Exception:
+            self.forget(task.worker)  # some of its steps were taken
+            raise
 
     def _computed(
         self, load: Loading, task: Task, proceed: Proceed, final: Final | None
     ) -> Outcome:
         learner, flat = self._learner, self._flat
         self._feed.begin(self._requests(task), self._likely(task))
+        is_new = learner.keeps_inner_state and task.version > 0 and task.worker not in self._inner
         if task.work.parts is not None:
             return self._coded(load, task, task.work.parts, proceed)
         with self._seeded(self._samples.generator(task)):
@@ -99,7 +114,13 @@ class TorchReplica:
         flat.buffer_change()
         total, number, count = self._counted(losses, flat.trainable if learner.outer is None else 0)
         stats = stats_of(total, number, count)
+        if is_new:
+            stats = {**stats, "new_state": 1.0}
         return Outcome(flat.grads.cpu().numpy(), losses.samples, stats)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop the state of a worker's inner optimizer, as if its process had ended."""
+        self._inner.pop(worker, None)
 
     def _counted(self, losses: Losses, start: int) -> tuple[float, float, float | None]:
         """Multiply the vector from `start` on by the count per sample, if losses have counts.
@@ -212,7 +233,7 @@ class TorchReplica:
         """Take local steps, each along its mean gradient; write the model's change."""
         flat, learner = self._flat, self._learner
         start = flat.values[: flat.trainable].clone()
-        optimizer = make_optimizer(learner.optimizer, self._named)
+        optimizer = self._inner_optimizer(task)
         losses = Losses()
         for step in range(task.work.steps):
             before = losses.samples
@@ -232,6 +253,21 @@ class TorchReplica:
             losses.extend(found)
         torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
         return losses
+
+    def _inner_optimizer(self, task: Task) -> Optimizer:
+        """Return the optimizer of local steps: the worker's own, or a new one."""
+        optimizer = self._inner.get(task.worker)
+        if optimizer is None:
+            optimizer = make_optimizer(self._learner.optimizer, self._named)
+            if self._learner.keeps_inner_state:
+                self._inner[task.worker] = optimizer
+                if task.version:
+                    logger.warning(
+                        "worker %s begins with a new state of its inner optimizer at version %d",
+                        task.worker,
+                        task.version,
+                    )
+        return optimizer
 
     @cached_property
     def _named(self) -> Named:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import Dataset, default_collate
 
 from paceline.core.protocol import Work
@@ -37,7 +38,8 @@ from paceline.learners.prepare import Prepare
 from paceline.learners.replica import TorchReplica
 from paceline.learners.transforms import Transform
 
-_OF_LOCAL_STEPS = "inner_scheduler", "inner_transform", "outer_scheduler", "outer_transform"
+_RULES = "inner_scheduler", "inner_transform", "outer_scheduler", "outer_transform"
+_OF_LOCAL_STEPS = (*_RULES, "inner")
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,16 @@ class TorchLearner:
         first argument is called `named_parameters`, it receives (name, parameter) pairs.
     dataset: map-style, or a function that opens one (called once in each worker process).
     batch_size: the global batch, divided among the workers; only the user changes it.
-    outer: the server's optimizer for local steps. Workers use a new `optimizer` for each task, and
-        the server steps with `outer` along their change. `partial(SGD, lr=1.0)` is averaging.
+    outer: the server's optimizer for local steps. Workers step with `optimizer`, and the server
+        with `outer` along their change. `partial(SGD, lr=1.0)` is averaging.
     scheduler: makes a learning-rate schedule, advanced once per step of the server.
     transform: changes the step's gradient before the optimizer: `ClipNorm`, `TrustRatio`.
     inner_scheduler, inner_transform: the same for the local steps, with `outer`. The schedule is at
         step `version * steps + step`, so a task gives the same result on every worker.
     outer_scheduler, outer_transform: the same for the steps of `outer`.
+    inner: with "kept", a worker keeps the state of its `optimizer` between tasks, as in DiLoCo.
+        With "fresh", each task begins with a new state, so any worker computes the same. By default
+        "fresh" for `torch.optim.SGD`, and "kept" for all others, such as Adam.
     model: the module; or a function that makes it, called in each process with torch's seed 0. So
         no weights are sent to start a worker.
     micro_batch: the samples computed at a time; cancelled work can end between micro-batches.
@@ -76,8 +81,8 @@ class TorchLearner:
     than 16,384 values, other than a normalization layer's, counts as a constant (a causal mask)
     and is not sent. If a task changes it, the task fails and names it for `buffers=`. Batch
     statistics are those of one worker's share. The generators of torch, numpy and Python's `random`
-    are seeded by (seed, offset), so a task gives the same result on every worker. Training does not
-    change the given module.
+    are seeded by (seed, offset), so a task gives the same result on every worker. A kept inner
+    state is the exception. Training does not change the given module.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -101,6 +106,7 @@ class TorchLearner:
     num_workers: int = 0
     prefetch_factor: int = 2
     pin_memory: bool = False
+    inner: Literal["kept", "fresh"] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
@@ -129,6 +135,8 @@ class TorchLearner:
             )
         if self._is_open() or not callable(self.dataset):
             check_map_style(self.dataset)
+        if self.inner not in (None, "kept", "fresh"):
+            raise ValueError(f'inner={self.inner!r}: use "kept" or "fresh"')
         self._check_sides()
         self._check_recipes()
 
@@ -143,8 +151,9 @@ class TorchLearner:
         for name in _OF_LOCAL_STEPS:
             if self.outer is None and getattr(self, name) is not None:
                 plain = name.partition("_")[2]
+                instead = f"use {plain}=" if plain else "leave it out"
                 raise ValueError(
-                    f"{name}= is for local steps, and there is no outer= optimizer; use {plain}=, "
+                    f"{name}= is for local steps, and there is no outer= optimizer; {instead}, "
                     "or give outer= as well"
                 )
 
@@ -246,6 +255,13 @@ class TorchLearner:
         without: dict[str, Any] = dict.fromkeys(("outer", *_OF_LOCAL_STEPS))
         return replace(self, **without)
 
+    @cached_property
+    def keeps_inner_state(self) -> bool:
+        """Whether workers keep the state of their optimizer between tasks of local steps."""
+        if self.outer is None or self.inner is not None:
+            return self.outer is not None and self.inner == "kept"
+        return not isinstance(make_optimizer(self.optimizer, stand_ins(self.shapes)), SGD)
+
     def rate(self, version: int) -> float:
         return self._rates.at(version)
 
@@ -273,7 +289,9 @@ class TorchLearner:
             )
 
     def about(self) -> dict[str, Any]:
-        local = () if self.outer is None else _OF_LOCAL_STEPS
+        local = {} if self.outer is None else {n: describe(getattr(self, n)) for n in _RULES}
+        if self.outer is not None:
+            local["inner"] = "kept" if self.keeps_inner_state else None  # as in older checkpoints
         return {
             "learner": self._facts.name,
             "batch_size": self.batch_size,
@@ -284,7 +302,7 @@ class TorchLearner:
             "outer": describe(self.outer),
             "scheduler": describe(self.scheduler),
             "transform": describe(self.transform),
-            **{name: describe(getattr(self, name)) for name in local},
+            **local,
             **({} if self._frozen is None else {"frozen": self._frozen}),
             **({} if self.prepare is None else {"prepare": describe(self.prepare)}),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
+from math import ceil, inf
 from numbers import Integral, Real
 from typing import TypeAlias
 
@@ -48,9 +48,20 @@ def in_order(results: Iterable[Result]) -> list[Result]:
 
 
 def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
-    """Weight results by their samples, so the step is the mean gradient of all samples."""
-    total = sum(result.samples for result in results)
-    return {result.task.id: result.samples / total for result in in_order(results)}
+    """Weight results by their samples, so the step is the mean gradient of all samples.
+
+    A result of H local steps already moves about H times as far as one. So it has the weight of
+    its samples per local step.
+    """
+    sizes = {result.task.id: _per_local_step(result) for result in in_order(results)}
+    total = sum(sizes.values())
+    return {id: size / total for id, size in sizes.items()}
+
+
+def _per_local_step(result: Result) -> float:
+    """Return the mean number of samples of the local steps that a result has taken."""
+    steps = ceil(result.samples / result.task.samples) if result.task.work.steps > 1 else 1
+    return result.samples / max(steps, 1)
 
 
 def staleness_weighted(view: View, results: Collection[Result]) -> dict[TaskId, float]:

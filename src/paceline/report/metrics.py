@@ -70,6 +70,7 @@ class Meter:
     samples_used: int = 0
     samples_started: int = 0
     samples_skipped: int = 0  # given up, since their result was not finite
+    states_lost: int = 0  # inner optimizers that began without the state that they should keep
     busy_seconds: float = 0.0  # time with a task, summed over workers
     worker_seconds: float = 0.0  # time connected, summed over workers
     compute_seconds: float = 0.0  # measured by the workers themselves
@@ -181,6 +182,7 @@ class Meter:
                 self._tally(worker).finish_late(samples, seconds)
             return
         self.samples_skipped += event.skipped
+        self.states_lost += "new_state" in event.stats
         arrived = max(now - event.waited, self._running[id][0].since)
         task, tally, charged = self._end(id, arrived)
         self._held[id] = Result(task, arrived, samples, seconds, event.stats)

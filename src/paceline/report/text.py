@@ -48,6 +48,8 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
     ]
     if meter.samples_skipped:
         lines.append(f"  skipped   {meter.samples_skipped} samples, whose results were not finite")
+    if meter.states_lost:
+        lines.append(f"  restarted {meter.states_lost} inner optimizers, without a kept state")
     represented = meter.represented()
     if len(represented):
         least, most = int(represented.argmin()), int(represented.argmax())

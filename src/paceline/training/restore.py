@@ -79,7 +79,13 @@ def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool
     for place in found:
         try:
             with saves.fetched(place) as folder:
-                return Start(_checked(settings, place, folder, saves.key), place)
+                start = Start(_checked(settings, place, folder, saves.key), place)
+            if getattr(settings.learner, "keeps_inner_state", False):
+                logger.warning(
+                    "%s has no state of the workers' inner optimizers: each begins with a new one",
+                    place,
+                )
+            return start
         except (OtherRun, Unreachable):
             raise
         except CheckpointError as error:

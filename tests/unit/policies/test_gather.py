@@ -30,6 +30,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.core.state import describe
+from paceline.policies.gather import mean
 from paceline.testing import Done, transcript
 
 
@@ -448,3 +449,25 @@ def test_a_worker_that_joins_during_a_round(policy: pl.policies.Gather, given: i
     coordinator.handle(2.0, pl.protocol.Left("w1"))  # its task goes to the worker without one
     assert {task.worker for task in coordinator.ledger.running.values()} >= {"w0", "w2"}
     assert not coordinator.ledger.lost or given
+
+
+def _result(id: int, steps: int, samples: int, done: int | None = None) -> Result:
+    task = Task(id, f"w{id}", Work(samples=samples, steps=steps), 0, 0.0, samples, id)
+    return Result(task, 1.0, samples * steps if done is None else done, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ([_result(0, 1, 8), _result(1, 4, 8)], [0.5, 0.5]),  # a change of 4 steps is 4 times longer
+        ([_result(0, 4, 8), _result(1, 4, 24)], [0.25, 0.75]),
+        ([_result(0, 4, 8, done=16), _result(1, 4, 8)], [0.5, 0.5]),  # two whole steps
+        ([_result(0, 4, 8, done=4), _result(1, 1, 8, done=4)], [0.5, 0.5]),  # half a step each
+        ([_result(0, 1, 8, done=4), _result(1, 1, 8)], [1 / 3, 2 / 3]),
+    ],
+)
+def test_results_weigh_by_samples_per_local_step(
+    results: list[Result], expected: list[float]
+) -> None:
+    weights = mean(None, results)  # type: ignore[arg-type]
+    assert list(weights.values()) == pytest.approx(expected)

@@ -554,7 +554,8 @@ ENGINES: dict[str, Callable[[], pl.Simulator]] = {
 def learner_for(policy: str, torches: bool) -> Learner:
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     if torches:
-        return network(outer=outer if policy == "local_sgd" else None)
+        local = {"outer": outer, "inner": "fresh"}  # a checkpoint has no state of workers
+        return network(**local if policy == "local_sgd" else {})
     return logistic()
 
 
