@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline as pl
@@ -31,7 +31,6 @@ from _fashion import accuracy, loss, vectors
 from _report import Lines, machine, told
 from paceline.codecs.base import Codec
 from paceline.core.policy import Policy
-from paceline.learners.loss import Loss
 from paceline.learners.optimize import MakeOptimizer
 
 WORKERS = 8
@@ -89,7 +88,7 @@ class Task:
     train: Dataset[Any]
     labels: Any
     model: Callable[[], nn.Module]
-    loss: Loss
+    loss: Callable[[nn.Module, Any], Tensor]
     accuracy: Callable[[nn.Module], float]  # in percent
     lr: float
     batch: int

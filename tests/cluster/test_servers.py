@@ -69,7 +69,7 @@ def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: s
 
 @pytest.mark.parametrize("policy", [pl.sync(), pl.coded(1, messages=2)], ids=["sync", "coded"])
 def test_steps_are_means_over_tokens(ray_servers: pl.Ray, policy: Any) -> None:
-    given = {"seed": ragged.SEED, "progress": False}
+    given: dict[str, Any] = {"seed": ragged.SEED, "progress": False}
     run = pl.Trainer(ragged.learner(), policy, ray_servers, **given).fit(steps=4)
     assert ragged.error(run, ragged.by_tokens(run)) < 1e-6
 

@@ -116,7 +116,10 @@ class TorchReplica:
         stats = stats_of(total, number, count)
         if is_new:
             stats = {**stats, "new_state": 1.0}
-        return Outcome(flat.grads.cpu().numpy(), losses.samples, stats)
+        vector = flat.grads.cpu().numpy()
+        if learner.keeps_inner_state and not np.isfinite(vector).all():
+            self.forget(task.worker)  # its moments would ruin all later results
+        return Outcome(vector, losses.samples, stats)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop the state of a worker's inner optimizer, as if its process had ended."""

@@ -289,8 +289,9 @@ class TorchLearner:
             )
 
     def about(self) -> dict[str, Any]:
-        local = {} if self.outer is None else {n: describe(getattr(self, n)) for n in _RULES}
+        local: dict[str, Any] = {}
         if self.outer is not None:
+            local = {name: describe(getattr(self, name)) for name in _RULES}
             local["inner"] = "kept" if self.keeps_inner_state else None  # as in older checkpoints
         return {
             "learner": self._facts.name,

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.core.protocol import Finished, Joined, Left, Start, Step, Task, Work
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Samples, Stream
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(3))
 Y = (X[:, :2].sum(1) > 0).long()
@@ -57,7 +57,7 @@ def train(recipe: pl.TorchLearner, rounds: int = ROUNDS, **more: Any) -> pl.Run:
 
 def by_hand(run: pl.Run, kept: bool, decay: float = 1.0) -> nn.Module:
     """Repeat a run by the published rule, with an inner optimizer for each worker."""
-    shared, samples = network(), Samples(len(X), SEED)
+    shared, samples = network(), Samples(Stream(len(X), SEED), SEED)
     outer = OUTER(shared.parameters())
     models: dict[str, nn.Module] = {}
     inner: dict[str, Optimizer] = {}
@@ -149,7 +149,7 @@ def test_settings_that_cannot_be(changes: Any, told: str) -> None:
 @pytest.mark.parametrize("inner", ["kept", "fresh"])
 def test_a_worker_that_returns_has_lost_its_state(inner: Any) -> None:
     """With a new state at each task, nothing depends on workers' deaths."""
-    schedule = [(3.5, Left("w1")), (4.2, Joined("w1"))]
+    schedule: list[tuple[float, Joined | Left]] = [(3.5, Left("w1")), (4.2, Joined("w1"))]
     engine = pl.Simulator(WORKERS, pl.delays.Fixed(1.0), schedule=schedule)
     run = train(
         learner(inner=inner), 5, engine=engine, policy=pl.policies.Gather(2, work=Work(steps=STEPS))
@@ -165,12 +165,26 @@ def test_a_worker_that_returns_has_lost_its_state(inner: Any) -> None:
     assert ("restarted 1 inner" in run.summary()) is (inner == "kept")
 
 
+def test_a_state_that_is_not_finite_is_dropped() -> None:
+    """A gradient of one task must not ruin the moments of all later ones."""
+    calls: list[int] = []
+
+    def fails_once(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(0)
+        return loss(model, batch) * (float("nan") if len(calls) == 8 else 1.0)
+
+    recipe = learner(loss=fails_once)
+    run = train(recipe, 5, on_not_finite="skip", policy=pl.policies.Gather(2, work=Work(steps=3)))
+    assert run.steps == 5 and run.meter.samples_skipped > 0 and run.meter.states_lost == 1
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())
+
+
 def test_a_resumed_run_begins_with_new_states(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saves = pl.Checkpoints(tmp_path, every=2)
     train(learner(), 2, checkpoints=saves)
-    given = {"seed": SEED, "progress": False, "checkpoints": saves}
+    given: dict[str, Any] = {"seed": SEED, "progress": False, "checkpoints": saves}
     engine = pl.Simulator(WORKERS, pl.delays.Fixed(1.0))
     with caplog.at_level(logging.WARNING):
         trainer = pl.Trainer(learner(), pl.local_sgd(STEPS), engine, **given)

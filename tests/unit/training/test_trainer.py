@@ -554,7 +554,7 @@ ENGINES: dict[str, Callable[[], pl.Simulator]] = {
 def learner_for(policy: str, torches: bool) -> Learner:
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     if torches:
-        local = {"outer": outer, "inner": "fresh"}  # a checkpoint has no state of workers
+        local: dict[str, Any] = {"outer": outer, "inner": "fresh"}  # checkpoints have no other
         return network(**local if policy == "local_sgd" else {})
     return logistic()
 
