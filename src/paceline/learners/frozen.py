@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -56,16 +56,29 @@ def without_base(module: nn.Module) -> nn.Module:
 
 
 def resident_digest(module: nn.Module, changing: Collection[str] = ()) -> str:
-    """Return a hash of the tensors that are not sent: they must be equal in every process.
-
-    A large tensor counts with samples of its bytes and the sum of all its 8-byte words. This takes
-    half a second for a gigabyte, where SHA-256 of all bytes took four. It finds any accident; it
-    does not withstand a forger.
-    """
+    """Return a hash of the tensors that are not sent: they must be equal in every process."""
     sent = {place.name for place in sent_buffers(module, changing)}
     others = ((p.name, p.buffer) for p in all_buffers(module) if p.name not in sent)
+    return _digest(chain[tuple[str, Tensor]](frozen_parameters(module), others))
+
+
+def base_digest(module: nn.Module) -> str | None:
+    """Return a hash of the frozen parameters; None if all are trained.
+
+    Buffers do not count: a table of sines may have other bits on another machine.
+    """
+    return _digest(frozen_parameters(module)) if any(frozen_parameters(module)) else None
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hash of tensors and their names.
+
+    A large tensor counts with samples of its bytes and the sum of all its 8-byte words. This takes
+    half a second for a gigabyte, where SHA-256 of all bytes took four. It finds another base or a
+    changed value; it does not withstand a forger.
+    """
     found = hashlib.sha256()
-    for name, tensor in chain[tuple[str, Tensor]](frozen_parameters(module), others):
+    for name, tensor in tensors:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy()

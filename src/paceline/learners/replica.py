@@ -63,7 +63,7 @@ class TorchReplica:
         # Drops the reference to the recipe's weights.
         self._learner = replace(learner, model=self._flat.module, device=device)
         self._model = prepared(learner.prepare, self._flat)
-        self._micro, self._base = Pieces(learner.micro_batch), Base(self._model)
+        self._micro, self._base = Pieces(learner.micro_batch), Base(self._flat.module)
         dataset = learner.open_dataset()
         ahead = learner.prefetch_factor, learner.pin_memory
         self._feed = feed_of(dataset, learner.collate, learner.num_workers, *ahead)

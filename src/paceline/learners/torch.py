@@ -19,7 +19,7 @@ from paceline.core.state import describe
 from paceline.data.partition.base import Partition
 from paceline.learners.feed import check_map_style
 from paceline.learners.flat import flat_size, hollow
-from paceline.learners.frozen import frozen_parameters, resident_digest
+from paceline.learners.frozen import base_digest, resident_digest
 from paceline.learners.loss import Loss
 from paceline.learners.memory import MicroBatch
 from paceline.learners.optimize import (
@@ -232,16 +232,15 @@ class TorchLearner:
     @cached_property
     def _frozen(self) -> str | None:
         """The hash of the frozen base, which no checkpoint has; None if all is trained."""
-        if not self._facts.frozen:
-            return None
-        return self._facts.resident or resident_digest(self._module(), self.buffers)
+        given = self.model
+        return base_digest(given) if isinstance(given, nn.Module) else self._facts.base
 
     @cached_property
     def _facts_once(self) -> _Facts:
         """The facts of a module from a function, which is called once for them."""
         module = self._module()
-        resident = resident_digest(module, self.buffers)
-        return replace(_Facts.of(module, self.buffers), resident=resident)
+        resident, base = resident_digest(module, self.buffers), base_digest(module)
+        return replace(_Facts.of(module, self.buffers), resident=resident, base=base)
 
     @property
     def _rules(self) -> Rules:
@@ -317,15 +316,17 @@ class _Facts:
     size: int  # number of values that are sent
     parameters: int
     shapes: Shapes
-    frozen: bool  # whether some parameters are
-    resident: str = ""  # hash of the tensors that are not sent, if a function makes the module
+    # If a function makes the module, the hashes of the tensors that are not sent, and of those
+    # among them that are frozen parameters.
+    resident: str = ""
+    base: str | None = None
 
     @staticmethod
     def of(module: nn.Module, changing: Collection[str]) -> _Facts:
         parameters = sum(p.numel() for p in module.parameters())
-        frozen = next(frozen_parameters(module), None) is not None
-        size, shapes = flat_size(module, changing), shapes_of(module)
-        return _Facts(type(module).__name__, size, parameters, shapes, frozen)
+        return _Facts(
+            type(module).__name__, flat_size(module, changing), parameters, shapes_of(module)
+        )
 
 
 @dataclass(frozen=True)
