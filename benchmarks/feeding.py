@@ -18,7 +18,6 @@ shards    64 shards, 8 workers of which each takes its part of every batch: what
 from __future__ import annotations
 
 import io
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -165,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
@@ -153,7 +153,7 @@ class Kept:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
         if self._wanted:
-            self._models.append((step, at, {n: v.clone() for n, v in state.items()}))
+            self._models.append((step, at, {n: torch.clone(v) for n, v in state.items()}))  # type: ignore[arg-type]
 
     def tell(self, seed: int) -> None:
         """Print steps, seconds and losses."""
@@ -188,7 +188,8 @@ def train_local(host: int, order: dict[str, Any], inside: str = "") -> None:
     group = dist.group.WORLD if inside else None
     if inside:
         rank, size = dist.get_rank(), dist.get_world_size()
-        model = DistributedDataParallel(model) if inside == "ddp" else fully_shard(model)
+        fully_shard(model) if inside == "fsdp" else None
+        model = DistributedDataParallel(model) if inside == "ddp" else model
     windows = WINDOWS // size
     loop = Loop(model, LEARNING_RATE, seed, host * WINDOWS + rank * windows, windows)
     with pl.local_steps(
@@ -334,12 +335,9 @@ def measure(bench: Bench) -> dict[str, Any]:
         for name in ("ddp", "fsdp")
     }
     for seed in range(3):
-        arms: dict[str, Callable[[], list[list[float]]]] = {
-            "ddp": lambda seed=seed: bench.ddp(seed, 140),
-            "local": lambda seed=seed: bench.local(seed, 200),
-        }
-        for name in sorted(arms, reverse=bool(seed % 2)):
-            calm[name].append(seconds_to(curve := keep(f"calm, {name}, {seed}", arms[name]())))
+        for name in sorted(calm, reverse=bool(seed % 2)):
+            curve = bench.ddp(seed, 140) if name == "ddp" else bench.local(seed, 200)
+            calm[name].append(seconds_to(keep(f"calm, {name}, {seed}", curve)))
             steps_of[name].append(reached([(step, loss) for step, _, loss in curve]))
     bench.slow(True)
     slow: dict[str, list[float]] = {"ddp": [], "local": [], "k=3": []}

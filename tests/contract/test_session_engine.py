@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import paceline as pl
 from paceline.report.metrics import Meter
 from paceline.report.samples import sample_fates
-from tests.conftest import cross_entropy, flat, make_learner, module_of
+from tests.conftest import MOMENTUM, cross_entropy, flat, make_learner, module_of
 from tests.contract.test_engines import MAX_DELAY, POLICIES, fit
 
 pytestmark = pytest.mark.cluster
@@ -37,11 +37,13 @@ class Loop:
         torch.set_num_threads(1)
         learner, losses = make_learner(), list[float]()
         model = module_of(learner)
-        optimizer: Any = learner.optimizer(model.parameters())
+        optimizer = MOMENTUM(model.parameters())
+        settings: dict[str, Any] = {"batch_size": 64, "workers": 4, "steps": STEPS}
         policy = POLICIES[name]()
-        settings = {"policy": policy, "batch_size": 64, "workers": 4, "steps": STEPS}
-        with pl.session(model, optimizer, run=run, journal=journal, **settings) as session:
-            data = learner.open_dataset()
+        with pl.session(
+            model, optimizer, policy=policy, run=run, journal=journal, **settings
+        ) as session:
+            data: Any = learner.open_dataset()
             loader = DataLoader(data, batch_sampler=session.batches(data))
             for _ in range(100):
                 for batch in loader:

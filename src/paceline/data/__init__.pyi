@@ -1,1 +1,2 @@
 from . import partition as partition
+from . import shards as shards

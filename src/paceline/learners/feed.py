@@ -24,7 +24,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.data.shards import Shards
+
 Collate: TypeAlias = Callable[[list[Any]], Any]
+Data: TypeAlias = Dataset[Any] | Shards
 
 PATIENCE = 600.0
 """Seconds that loader processes may take for a batch before its task fails."""
@@ -49,7 +52,7 @@ class Feed(Protocol):
 
 
 def feed_of(
-    dataset: Dataset[Any],
+    dataset: Data,
     collate: Collate,
     num_workers: int = 0,
     prefetch_factor: int = 2,
@@ -95,7 +98,7 @@ def seeded(seed: int) -> Iterator[None]:
 class Fetch(Dataset[Any]):
     """A dataset of batches, each by its request; None for no request."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
+    def __init__(self, dataset: Data, collate: Collate) -> None:
         self._dataset, self._collate = dataset, collate
         self._tensors = (
             dataset.tensors

@@ -12,12 +12,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from paceline.core.protocol import Work
 from paceline.core.state import describe
 from paceline.data.partition.base import Partition
-from paceline.learners.feed import check_map_style
+from paceline.learners.feed import Data, check_map_style
 from paceline.learners.flat import flat_size, hollow
 from paceline.learners.frozen import base_digest, resident_digest
 from paceline.learners.loss import Loss
@@ -50,7 +50,8 @@ class TorchLearner:
         counts, a step is along sum of sums / sum of counts, over all samples of the step.
     optimizer: makes the optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`. If its
         first argument is called `named_parameters`, it receives (name, parameter) pairs.
-    dataset: map-style, or a function that opens one (called once in each worker process).
+    dataset: map-style, or `Shards`; or a function that opens one (called once in each worker
+        process).
     batch_size: the global batch, divided among the workers; only the user changes it.
     outer: the server's optimizer for local steps. Workers step with `optimizer`, and the server
         with `outer` along their change. `partial(SGD, lr=1.0)` is averaging.
@@ -88,7 +89,7 @@ class TorchLearner:
     model: nn.Module | Callable[[], nn.Module]
     loss: Loss
     optimizer: MakeOptimizer
-    dataset: Dataset[Any] | Callable[[], Dataset[Any]]
+    dataset: Data | Callable[[], Data]
     batch_size: int
     outer: MakeOptimizer | None = None
     scheduler: MakeScheduler | None = None
@@ -191,10 +192,10 @@ class TorchLearner:
     def message_bytes(self) -> int:
         return 4 * self._facts.size
 
-    def open_dataset(self) -> Dataset[Any]:
+    def open_dataset(self) -> Data:
         if self._is_open():
-            return cast(Dataset[Any], self.dataset)
-        opened = cast(Callable[[], Dataset[Any]], self.dataset)()
+            return cast(Data, self.dataset)
+        opened = cast(Callable[[], Data], self.dataset)()
         check_map_style(opened)
         return opened
 

@@ -58,6 +58,11 @@ class Tracker(Callback, ABC):
             self._attempt(lambda: self._close(live, reason), "could not be closed")
         self._live, self._opened = None, False
 
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send metrics of your own; `Evaluate(log=tracker.log)` sends those of evaluations."""
+        if self._opened and not self._silent:
+            self._attempt(lambda: self._write(step, dict(figures)), f"failed at step {step}")
+
     def _send(self, workers: bool) -> None:
         """Send the metrics of the newest step, unless they were sent already."""
         progress, live = self._latest, self._live

@@ -1,0 +1,172 @@
+"""Evaluation of the model during a run: early stopping, averaged weights, the best model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, Literal, TypeAlias
+
+from paceline.core.checks import check_whole
+from paceline.core.logs import logger_of
+from paceline.report.callbacks import Callback, Live, Progress
+
+logger = logger_of(__name__)
+
+Metrics: TypeAlias = Mapping[str, float]
+_PATIENCE = 600.0  # seconds that the end of a run waits for an evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a model: after which step, and how long into the run."""
+
+    step: int
+    seconds: float
+    metrics: Metrics
+
+
+class Evaluate(Callback):
+    """Evaluates the model of a run every so many steps.
+
+    function: is given a copy of the model, in `eval()` mode if it has one. It returns a number, or
+        numbers by name; the first of them decides what is best.
+    every: steps between two evaluations.
+    mode: whether the smallest or the largest number is best.
+    patience: evaluations in a row without a new best after which the run ends; None: it goes on.
+    average: the decay of an exponential moving average of the weights, per step. The average is
+        then evaluated in place of the weights.
+    average_every: steps between two updates of the average, each of which copies the model.
+    background: evaluate in a thread, while training goes on. One evaluation runs at a time, and
+        those that fall due meanwhile are left out. Early stopping then comes some steps late.
+    log: is called with the step and the metrics by name, such as `tracker.log`.
+
+    A checkpoint does not contain the average, nor what was best.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], float | Metrics],
+        every: int = 100,
+        *,
+        mode: Literal["min", "max"] = "min",
+        patience: int | None = None,
+        average: float | None = None,
+        average_every: int = 1,
+        background: bool = False,
+        log: Callable[[int, Metrics], None] | None = None,
+    ) -> None:
+        check_whole("every", every)
+        check_whole("average_every", average_every)
+        if patience is not None:
+            check_whole("patience", patience)
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode={mode!r}: use "min" or "max"')
+        if average is not None and not 0 < average < 1:
+            raise ValueError(f"average={average}: use a decay between 0 and 1, such as 0.999")
+        if not callable(function):
+            raise ValueError(
+                f"Evaluate was given a {type(function).__name__}; give a function of the model "
+                "that returns a number, or numbers by name"
+            )
+        self._function, self._every, self._mode, self._patience = function, every, mode, patience
+        self._average, self._average_every = average, average_every
+        self._background, self._log = background, log
+        self._lock = threading.Lock()  # of what the thread changes
+        self._thread: threading.Thread | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.history: list[Evaluation] = []
+        self.best: Evaluation | None = None
+        self.best_model: Any = None
+        self._bad = 0  # evaluations since the best
+        self._averaged: Any = None
+        self._error: Exception | None = None
+
+    def started(self, live: Live) -> None:
+        self._reset()
+
+    def stepped(self, progress: Progress) -> None:
+        self._raise()
+        if self._average is not None and progress.step % self._average_every == 0:
+            self._update(progress.model())
+        with self._lock:
+            hopeless = self._patience is not None and self._bad >= self._patience
+        if hopeless:
+            progress.stop(f"no better evaluation in {self._patience}")
+        elif progress.step % self._every == 0:
+            self._begin(progress)
+            if not self._background and self._patience is not None and self._bad >= self._patience:
+                progress.stop(f"no better evaluation in {self._patience}")
+
+    def ended(self, reason: str) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=_PATIENCE)
+            if thread.is_alive():
+                logger.warning("an evaluation still ran %g s after the run's end", _PATIENCE)
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise what the function raised in its thread."""
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _update(self, model: Any) -> None:
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+        assert self._average is not None
+        if self._averaged is None:
+            decay = self._average**self._average_every
+            average = get_ema_multi_avg_fn(decay)
+            self._averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+        self._averaged.update_parameters(model)
+
+    def _begin(self, progress: Progress) -> None:
+        """Evaluate the model now, or in a thread if none is busy."""
+        if self._background and self._thread is not None and self._thread.is_alive():
+            return
+        model = progress.model() if self._averaged is None else copy.deepcopy(self._averaged.module)
+        if callable(evaluating := getattr(model, "eval", None)):
+            evaluating()
+        if not self._background:
+            return self._evaluate(model, progress.step, progress.seconds)
+        arguments = model, progress.step, progress.seconds
+        self._thread = threading.Thread(target=self._beside, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _beside(self, model: Any, step: int, seconds: float) -> None:
+        try:
+            self._evaluate(model, step, seconds)
+        except Exception as error:
+            with self._lock:
+                self._error = error
+
+    def _evaluate(self, model: Any, step: int, seconds: float) -> None:
+        found = self._function(model)
+        metrics = dict(found) if isinstance(found, Mapping) else {"evaluation": found}
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if not metrics:
+            raise ValueError("the function of Evaluate returned no number; return at least one")
+        done = Evaluation(step, seconds, metrics)
+        with self._lock:
+            self.history.append(done)
+            if self._is_better(done):
+                self.best, self.best_model, self._bad = done, model, 0
+            else:
+                self._bad += 1
+        logger.info("step %d: %s", step, ", ".join(f"{n} {v:g}" for n, v in metrics.items()))
+        if self._log is not None:
+            self._log(step, metrics)
+
+    def _is_better(self, done: Evaluation) -> bool:
+        new = next(iter(done.metrics.values()))
+        if self.best is None or isnan(new):
+            return not isnan(new)
+        old = next(iter(self.best.metrics.values()))
+        return new < old if self._mode == "min" else new > old

@@ -1,0 +1,131 @@
+"""Evaluation during a run: early stopping, averages, the best model, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.training.evaluate import Evaluate
+from tests.conftest import flat, make_learner
+
+
+def fit(evaluate: Evaluate, steps: int = 20, **more: Any) -> pl.Run:
+    engine = pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0))
+    callbacks = [evaluate, *more.pop("callbacks", [])]
+    trainer = pl.Trainer(
+        make_learner(**more), pl.sync(), engine, progress=False, callbacks=callbacks
+    )
+    return trainer.fit(steps=steps)
+
+
+def size(model: nn.Module) -> float:
+    assert not model.training
+    return float(flat(model).norm())
+
+
+def test_every_so_many_steps_and_the_best() -> None:
+    seen: list[tuple[int, Any]] = []
+    log = lambda step, found: seen.append((step, found))  # noqa: E731
+    evaluate = Evaluate(size, every=6, mode="max", log=log)
+    run = fit(evaluate)
+    assert [done.step for done in evaluate.history] == [6, 12, 18]
+    assert [done.seconds for done in evaluate.history] == [6.0, 12.0, 18.0]
+    assert evaluate.best is not None and evaluate.best_model is not None
+    best = max(evaluate.history, key=lambda done: done.metrics["evaluation"])
+    assert evaluate.best == best
+    assert size(evaluate.best_model) == best.metrics["evaluation"]
+    assert seen == [(done.step, done.metrics) for done in evaluate.history]
+    assert run.steps == 20
+
+
+def test_early_stopping_is_by_the_first_metric() -> None:
+    numbers = iter([3.0, 2.0, 2.5, 2.1, 2.2, 0.0])
+    evaluate = Evaluate(lambda model: {"loss": next(numbers), "other": 0.0}, every=2, patience=3)
+    run = fit(evaluate)
+    assert run.steps == 10 and run.reason == "no better evaluation in 3"
+    assert evaluate.best is not None and evaluate.best.step == 4
+
+
+def test_numbers_that_are_not_are_never_best() -> None:
+    numbers = iter([float("nan"), 5.0, float("nan")])
+    evaluate = Evaluate(lambda model: next(numbers), every=2)
+    fit(evaluate, steps=6)
+    assert evaluate.best is not None and evaluate.best.step == 4
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_average_is_that_of_the_weights(every: int) -> None:
+    decay, models = 0.8, list[nn.Module]()
+
+    class Keep(pl.Callback):
+        def stepped(self, progress: pl.Progress) -> None:
+            models.append(progress.model())
+
+    evaluate = Evaluate(lambda model: 0.0, every=12, average=decay, average_every=every)
+    fit(evaluate, steps=12, callbacks=[Keep()])
+    taken = models[every - 1 :: every]
+    expected = [p.detach().clone() for p in taken[0].parameters()]
+    for model in taken[1:]:
+        for mean, new in zip(expected, model.parameters(), strict=True):
+            mean.mul_(decay**every).add_(new.detach(), alpha=1 - decay**every)
+    for mean, found in zip(expected, evaluate.best_model.parameters(), strict=True):
+        assert torch.allclose(mean, found, atol=1e-6)
+
+
+def test_in_the_background_training_goes_on() -> None:
+    """The first evaluation ends only when the run has taken its last step."""
+    go, began = threading.Event(), threading.Event()
+
+    def wait(model: nn.Module) -> float:
+        began.set()
+        assert go.wait(timeout=60)
+        return size(model)
+
+    class Last(pl.Callback):
+        def stepped(self, progress: pl.Progress) -> None:
+            if progress.step == 20:
+                assert began.wait(timeout=60)
+                go.set()
+
+    evaluate = Evaluate(wait, every=4, background=True)
+    run = fit(evaluate, callbacks=[Last()])
+    assert run.steps == 20
+    assert evaluate.history[0].step == 4
+    expected = Evaluate(size, every=4)
+    fit(expected)
+    assert expected.history[0].metrics == evaluate.history[0].metrics
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_of_the_function_ends_the_run(background: bool) -> None:
+    def wrong(model: nn.Module) -> float:
+        raise KeyError("accuracy")
+
+    with pytest.raises(KeyError, match="accuracy"):
+        fit(Evaluate(wrong, every=2, background=background))
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"mode": "best"}, "mode='best'"),
+        ({"average": 1.5}, "average=1.5"),
+        ({"patience": 0}, "patience=0"),
+    ],
+)
+def test_settings_that_cannot_be(more: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Evaluate(size, **more)
+    with pytest.raises(ValueError, match="give a function of the model"):
+        Evaluate("accuracy")  # type: ignore[arg-type]
+
+
+def test_a_function_without_numbers() -> None:
+    with pytest.raises(ValueError, match="returned no number"):
+        fit(Evaluate(lambda model: {}, every=2))
