@@ -65,7 +65,18 @@ ONLY_IN = {
     "torch": {
         f"learners/{name}.py"
         for name in (
-            *("torch", "replica", "loss", "feed", "flat", "frozen", "memory", "prepare", "early"),
+            *(
+                "torch",
+                "replica",
+                "loss",
+                "average",
+                "feed",
+                "flat",
+                "frozen",
+                "memory",
+                "prepare",
+                "early",
+            ),
             *("optimize", "transforms", "optimizer_recipe"),
         )
     }

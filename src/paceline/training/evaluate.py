@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from paceline.core.checks import check_whole
 from paceline.core.logs import logger_of
 from paceline.report.callbacks import Callback, Live, Progress
+
+if TYPE_CHECKING:  # which needs torch
+    from paceline.learners.average import MovingAverage
 
 logger = logger_of(__name__)
 
@@ -83,16 +86,23 @@ class Evaluate(Callback):
         self.best: Evaluation | None = None
         self.best_model: Any = None
         self._bad = 0  # evaluations since the best
-        self._averaged: Any = None
+        self._averaged = self._new_average()
         self._error: Exception | None = None
+
+    def _new_average(self) -> MovingAverage | None:
+        if self._average is None:
+            return None
+        from paceline.learners.average import MovingAverage
+
+        return MovingAverage(self._average**self._average_every)
 
     def started(self, live: Live) -> None:
         self._reset()
 
     def stepped(self, progress: Progress) -> None:
         self._raise()
-        if self._average is not None and progress.step % self._average_every == 0:
-            self._update(progress.model())
+        if self._averaged is not None and progress.step % self._average_every == 0:
+            self._averaged.update(progress.model())
         with self._lock:
             hopeless = self._patience is not None and self._bad >= self._patience
         if hopeless:
@@ -117,21 +127,12 @@ class Evaluate(Callback):
         if error is not None:
             raise error
 
-    def _update(self, model: Any) -> None:
-        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-        assert self._average is not None
-        if self._averaged is None:
-            decay = self._average**self._average_every
-            average = get_ema_multi_avg_fn(decay)
-            self._averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-        self._averaged.update_parameters(model)
-
     def _begin(self, progress: Progress) -> None:
         """Evaluate the model now, or in a thread if none is busy."""
         if self._background and self._thread is not None and self._thread.is_alive():
             return
-        model = progress.model() if self._averaged is None else copy.deepcopy(self._averaged.module)
+        average = None if self._averaged is None else self._averaged.model
+        model = progress.model() if average is None else copy.deepcopy(average)
         if callable(evaluating := getattr(model, "eval", None)):
             evaluating()
         if not self._background:
