@@ -1,6 +1,6 @@
-"""Train a tiny GPT on text with 4 workers, one of them a straggler; simulated, or on Ray.
+"""Train a small GPT on text with 4 workers, one of them a straggler; simulated, or on Ray.
 
-Run it:  python examples/gpt.py [--text FILE] [--ray]
+Run it:  python examples/gpt.py [--text FILE] [--ray] [--bf16] [--width 384 --layers 6]
 Data:    sentences generated here, or a text file of your own
 """
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import paceline as pl
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2  # about 100,000 parameters
+CONTEXT, HEADS = 64, 4
 WORDS = [
     ["the", "a", "every", "no"],
     ["old", "small", "quiet", "quick", "red"],
@@ -52,30 +52,30 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.project, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        heads = self.project(self.before(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
+        rows, length, width = x.shape
+        heads = self.project(self.before(x)).view(rows, length, 3, HEADS, width // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.merge(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        x = x + self.merge(mixed.transpose(1, 2).reshape(rows, length, width))
         fed: Tensor = x + self.feed(self.between(x))
         return fed
 
 
 class GPT(nn.Module):
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, width: int = 64, layers: int = 2) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters, bias=False)
+        self.token, self.place = nn.Embedding(characters, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -83,9 +83,11 @@ class GPT(nn.Module):
         return scores
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor], bf16: bool = False) -> Tensor:
     tokens, following = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+        scores = model(tokens)
+    return F.cross_entropy(scores.flatten(0, 1).float(), following.flatten())
 
 
 def warm_up_and_cosine(step: int, warm_up: int, steps: int) -> float:
@@ -117,6 +119,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file; sentences are generated without it")
     parser.add_argument("--ray", action="store_true", help="real processes, not the simulator")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=48, help="windows of all workers together")
+    parser.add_argument("--width", type=int, default=64, help="384 with 6 layers: 11 M parameters")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
     args = parser.parse_args()
 
     content = args.text.read_text(encoding="utf-8") if args.text else sentences(6000)
@@ -128,14 +134,14 @@ def main() -> None:
         parser.error(f"{args.text} has {len(content)} characters; give a text of 1000 or more")
 
     torch.manual_seed(0)
-    model = GPT(len(characters))
+    model = GPT(len(characters), args.width, args.layers)
     schedule = partial(warm_up_and_cosine, warm_up=args.steps // 10 or 1, steps=args.steps)
     learner = pl.TorchLearner(
         model,
-        loss,
+        partial(loss, bf16=args.bf16),
         optimizer=partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
         dataset=train,
-        batch_size=min(48, len(train)),  # windows of all workers together
+        batch_size=min(args.batch, len(train)),
         scheduler=partial(LambdaLR, lr_lambda=schedule),
         transform=pl.learners.ClipNorm(1.0),
     )

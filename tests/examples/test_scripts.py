@@ -7,11 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import default_collate
 
-from gpt import sentences, warm_up_and_cosine
+import paceline as pl
+from gpt import GPT, Text, loss, sentences, warm_up_and_cosine
+from paceline.data.sampling import Stream
 from torchrun_ddp import slowest
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +59,36 @@ def test_a_session_adds_six_lines_to_a_plain_loop_and_removes_three() -> None:
     assert 0 < signs.count("+") <= 6 and 0 < signs.count("-") <= 3
     page = (ROOT / "docs" / "sessions.md").read_text()
     assert f"```diff\n{''.join(diff)}```\n" in page
+
+
+def test_the_curve_of_a_gpt_is_that_of_one_process() -> None:
+    """bfloat16, AdamW, warm-up and cosine, clipping: 4 workers beside a plain loop."""
+    content = sentences(400)
+    places = {each: token for token, each in enumerate(sorted(set(content)))}
+    text = Text(torch.tensor([places[each] for each in content]))
+    schedule = partial(LambdaLR, lr_lambda=partial(warm_up_and_cosine, warm_up=5, steps=40))
+    adamw = partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    torch.manual_seed(0)
+    model, compute = GPT(len(places), width=32), partial(loss, bf16=True)
+    learner = pl.TorchLearner(
+        model, compute, adamw, text, 16, scheduler=schedule, transform=pl.learners.ClipNorm(1.0)
+    )
+    engine = pl.Simulator(workers=4, delays=pl.delays.Exponential(1.0))
+    run = pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=40)
+
+    optimizer = adamw(model.parameters())
+    rates, stream, curve = schedule(optimizer), Stream(len(text), 0), []
+    for step in range(40):
+        batch = default_collate([text[i] for i in stream.indices(16 * step, 16).tolist()])
+        found = compute(model, batch)
+        optimizer.zero_grad()
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rates.step()
+        curve.append(found.item())
+    assert curve[-1] < 0.8 * curve[0]
+    assert max(abs(run.metrics["loss"] - curve)) < 0.03  # batches of 4 are rounded otherwise
 
 
 def test_a_gpt_learns_a_text_of_ours(tmp_path: Path) -> None:
