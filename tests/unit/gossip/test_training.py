@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.codecs.base import Codec
 from paceline.codecs.triggers import Trigger
 from paceline.core.protocol import Received, Send, Start, Step
-from paceline.data.sampling import Samples
+from paceline.data.sampling import Samples, Stream
 from paceline.gossip.metrics import GossipMeter
 from paceline.gossip.node import consensus
 from paceline.gossip.simulated import Delivery, SimulatedGossip
@@ -72,7 +72,7 @@ def test_a_horizon_of_zero_is_d_psgd_bit_for_bit(trigger: Trigger) -> None:
         pl.gossip.Gossip(graph, pl.gossip.Averaging(), trigger), learner, placement=placed, seed=3
     )
     # D-PSGD, written down without messages, copies or rules; the samples are those of the tasks.
-    samples, third = Samples(240, 3, tiles), 1 / 3
+    samples, third = Samples(Stream(240, 3), 3, tiles), 1 / 3
     x = [np.zeros(6) for _ in range(8)]
     tasks = [
         [c.task for entry in run.journals[node] for c in entry.commands if isinstance(c, Start)]

@@ -73,6 +73,7 @@ def sample_gradients(learner: pl.TorchLearner) -> np.ndarray:
     rows = []
     for inputs, labels in learner.dataset:  # type: ignore[union-attr]
         loss = learner.loss(model, [inputs[None], labels[None]])
+        assert isinstance(loss, Tensor)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         rows.append(torch.cat([g.reshape(-1) for g in gradients]).numpy())
     return np.array(rows, dtype=np.float64)
