@@ -71,7 +71,7 @@ class Gradients:
         self._sum.add_(self._flat.grads, alpha=share)
         self._flat.grads.zero_()
 
-    def result(self) -> tuple[Array, Stats]:
+    def whole(self) -> tuple[Array, Stats]:
         """Return the vector and the statistics of the turn, once all batches are added."""
         flat = self._flat
         flat.buffer_change()

@@ -331,7 +331,7 @@ class Session:
     def _deliver(self, turn: Turn, finite: bool) -> None:
         """Give the turn's gradient to the worker; without one if it is not finite."""
         assert self._turns is not None
-        vector, stats = self._gradients.result() if finite else (None, {})
+        vector, stats = self._gradients.whole() if finite else (None, {})
         samples = turn.task.samples if finite else 0
         if not self._turns.finish(turn, vector, samples, stats):
             self.wasted += 1

@@ -31,7 +31,7 @@ def loop(pieces: list[list[int]], counts: bool = True) -> tuple[Gradients, nn.Mo
 @pytest.mark.parametrize("pieces", [[ROW_NUMBERS], [[0, 1, 2], [3], ROW_NUMBERS[4:]]])
 def test_batches_are_added_up_by_their_counts(pieces: list[list[int]]) -> None:
     gradients, model = loop(pieces)
-    vector, stats = gradients.result()
+    vector, stats = gradients.whole()
     total, count = flat_gradient(model, ROW_NUMBERS)
     np.testing.assert_allclose(vector, total / len(ROW_NUMBERS), rtol=0, atol=1e-5)
     assert stats["count"] == pytest.approx(count / len(ROW_NUMBERS))
@@ -43,7 +43,7 @@ def test_batches_are_added_up_by_their_counts(pieces: list[list[int]]) -> None:
 def test_without_counts_the_samples_weigh() -> None:
     pieces = [[0, 1, 2], [3], ROW_NUMBERS[4:]]
     gradients, model = loop(pieces, counts=False)
-    vector, stats = gradients.result()
+    vector, stats = gradients.whole()
     parts = [(len(piece), *flat_gradient(model, piece)) for piece in pieces]
     expected = sum(size / 10 * total / count for size, total, count in parts)
     np.testing.assert_allclose(vector, expected, rtol=0, atol=1e-6)
@@ -59,7 +59,7 @@ def test_a_batch_without_anything_to_count() -> None:
     gradients.add(1.0, len(ROWS[0]) - 1, 1, 2)
     (torch.stack([p.sum() for p in model.parameters()]) * float("nan")).sum().backward()
     gradients.add(float("nan"), 0, 1, 2)
-    vector, stats = gradients.result()
+    vector, stats = gradients.whole()
     np.testing.assert_allclose(vector, flat_gradient(model, [0])[0] / 2, rtol=0, atol=1e-6)
     assert stats == {"loss": 1.0, "count": (len(ROWS[0]) - 1) / 2}
 
