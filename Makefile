@@ -30,7 +30,7 @@ cluster:  ## the tests on a real Ray, started on this machine; what fails is tri
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing and not long" tests/cluster tests/contract
 
 long:  ## more tests on a real Ray, which take long together: after a change of what they test, before a release
-	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and not timing" tests/cluster
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and not timing" tests/cluster tests/contract
 
 timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m timing tests/cluster
