@@ -51,7 +51,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines": {"grpc", "numpy", "ray"},  # grpc comes with ray[default]
     "planner": {"numpy", "scipy", "torch"},
     "report": {"jinja2", "markupsafe", "numpy", "rich"},
-    "integrations": {"mlflow", "ray", "torch", "wandb"},
+    "integrations": {"mlflow", "ray", "torch", "transformers", "wandb"},
     "protocol": set(),
     "training": {"fsspec", "numpy", "safetensors"},
     "gossip": {"numpy", "ray", "torch"},
@@ -81,7 +81,8 @@ ONLY_IN = {
         )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
-    | {f"integrations/{name}.py" for name in ("configured", "lightning", "trackers/tensorboard")}
+    | {f"integrations/{name}.py" for name in ("configured", "lightning", "transformers")}
+    | {"integrations/trackers/tensorboard.py"}
     | {"gossip/messages.py", "planner/measure/curvature.py"}
     | {f"sessions/{n}.py" for n in ("batches", "gradients", "groups")}
     | {f"sessions/{n}.py" for n in ("learner", "local_steps", "session")}
@@ -98,6 +99,7 @@ ONLY_IN = {
     | {f"engines/ray/transport/{name}.py" for name in ("holder", "inbox", "incoming")}
     | {f"sessions/{name}.py" for name in ("cluster", "connection", "hub")}
     | {"integrations/trackers/prometheus.py"},
+    "transformers": {"integrations/transformers.py"},
     "wandb": {"integrations/trackers/wandb.py"},
     "mlflow": {"integrations/trackers/mlflow.py"},
     "jinja2": {"report/html/page.py"},

@@ -1,4 +1,4 @@
-"""Other frameworks: Lightning modules as learners, and experiment trackers as callbacks."""
+"""Other frameworks: Lightning and transformers as learners, experiment trackers as callbacks."""
 
 import lazy_loader
 

@@ -81,7 +81,7 @@ def lightning_learner(
         TrainingStep(_takes_index(module)),
         dataset=loader.dataset,
         batch_size=size,
-        **{"collate": loader.collate_fn, **options},
+        **{**_fetching(loader), **options},
     )
 
 
@@ -169,6 +169,16 @@ def _takes_index(module: Any) -> bool:
         )
     kinds = [parameter.kind for parameter in found.values()]
     return len(found) > 1 or Parameter.VAR_POSITIONAL in kinds
+
+
+def _fetching(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return how workers fetch samples, as the DataLoader would."""
+    return {
+        "collate": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor or 2,  # None without processes
+        "pin_memory": loader.pin_memory,
+    }
 
 
 def _loader(data: Any) -> DataLoader[Any]:

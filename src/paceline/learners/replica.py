@@ -65,7 +65,7 @@ class TorchReplica:
         self._model = prepared(learner.prepare, self._flat)
         self._micro, self._base = Pieces(learner.micro_batch), Base(self._flat.module)
         dataset = learner.open_dataset()
-        ahead = learner.prefetch_factor, learner.pin_memory
+        ahead = learner.prefetch_factor, learner.pin_memory and device != "cpu"
         self._feed = feed_of(dataset, learner.collate, learner.num_workers, *ahead)
         stream = stream_of(dataset, seed, learner.batch_size)
         self._samples = Samples(stream, seed, tiles)

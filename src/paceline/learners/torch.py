@@ -73,7 +73,7 @@ class TorchLearner:
     buffers: names of large persistent buffers that training changes; see below.
     num_workers, prefetch_factor, pin_memory: of the DataLoader that each worker fetches samples
         with. Its processes remain from task to task, and read ahead. Results have the same bits
-        with any number of them.
+        with any number of them. Memory is pinned where a worker computes on a GPU.
     prepare: called with the module once in each worker: `torch.compile`, activation checkpointing.
         It changes the module, or returns one that wraps it. The server's module is not changed.
 

@@ -188,6 +188,27 @@ class Trainer:
         learner = lightning_learner(module, datamodule_or_dataloader, batch_size=batch_size)
         return cls(learner, policy, engine, **trainer_options)
 
+    @classmethod
+    def from_transformers(
+        cls,
+        hf_trainer: Any,
+        policy: Policy | Plan | Literal["auto"],
+        engine: TrainingEngine,
+        *,
+        batch_size: int | None = None,
+        **trainer_options: Any,
+    ) -> Trainer:
+        """Make a trainer of a `transformers.Trainer`; see `transformers_learner`.
+
+        `batch_size` counts the samples of all workers together. By default it is
+        `per_device_train_batch_size * gradient_accumulation_steps`, times the GPUs of this process.
+        The default of `seed` is that of the TrainingArguments.
+        """
+        from paceline.integrations.transformers import transformers_learner
+
+        learner = transformers_learner(hf_trainer, batch_size=batch_size)
+        return cls(learner, policy, engine, **{"seed": hf_trainer.args.seed, **trainer_options})
+
     @property
     def learner(self) -> Learner:
         return self._given.learner

@@ -157,6 +157,15 @@ def test_options_of_the_learner_and_of_the_trainer_come_through() -> None:
     assert trainer(Classifier(), seed=5).seed == 5
 
 
+def test_workers_fetch_samples_as_the_data_loader_does() -> None:
+    more: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "pin_memory": True}
+    learner = lightning_learner(Classifier(), make_data(**more))
+    assert (learner.num_workers, learner.prefetch_factor, learner.pin_memory) == (2, 5, True)
+    learner = lightning_learner(Classifier(), make_data())
+    assert (learner.num_workers, learner.prefetch_factor, learner.pin_memory) == (0, 2, False)
+    assert lightning_learner(Classifier(), make_data(**more), num_workers=0).num_workers == 0
+
+
 class Prepared(Classifier):
     """Makes its layers when asked to, as large models do."""
 

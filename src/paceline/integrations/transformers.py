@@ -1,0 +1,292 @@
+"""A `transformers.Trainer` as a learner: its model, data, loss, optimizer and schedule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.core.logs import logger_of
+from paceline.integrations.transformers_checks import check_trainer
+from paceline.learners.feed import check_map_style
+from paceline.learners.loss import Count
+from paceline.learners.optimizer_recipe import Pace, RemadeOptimizer, RemadeSchedules
+from paceline.learners.prepare import Prepare
+from paceline.learners.torch import TorchLearner
+from paceline.learners.transforms import ClipNorm
+
+logger = logger_of(__name__)
+
+
+def transformers_learner(
+    hf_trainer: Any, *, batch_size: int | None = None, **options: Any
+) -> TorchLearner:
+    """Return a learner of a `transformers.Trainer`, whose `train` is not called.
+
+    batch_size: the global batch of all workers together; by default
+        `per_device_train_batch_size * gradient_accumulation_steps`, times the GPUs of this process.
+    options: other arguments of `TorchLearner`, such as `outer`, `prepare`, `device`. They replace
+        those of the trainer: `loss=` its `compute_loss`, `optimizer=` its optimizer and schedule.
+
+    A step is along the mean over the tokens of the global batch, however it is divided among the
+    workers. Paceline determines the order of samples: it shuffles every epoch. A batch may reach
+    into the next epoch, so no last batch is smaller. The given trainer and model stay unchanged.
+    """
+    import transformers
+
+    if not isinstance(hf_trainer, transformers.Trainer):
+        raise ValueError(
+            f"{type(hf_trainer).__name__} is no transformers.Trainer; give pl.TorchLearner the "
+            "model and a loss"
+        )
+    check_trainer(hf_trainer, options)
+    hf_trainer = copy.copy(hf_trainer)  # keeps the given one from what its methods set
+    hf_trainer.train_dataset = options.get("dataset", hf_trainer.train_dataset)
+    args, model = hf_trainer.args, _model(hf_trainer)
+    size = _global_batch(args) if batch_size is None else batch_size
+    _opened(hf_trainer.train_dataset)  # checks it
+    if "optimizer" not in options:
+        steps = training_steps(hf_trainer, batch_size=batch_size)
+        options = {**_rules(hf_trainer, steps, options), **options}
+    if args.gradient_checkpointing:
+        options["prepare"] = _Checkpointed(
+            args.gradient_checkpointing_kwargs, options.get("prepare")
+        )
+    learner = TorchLearner(
+        **{
+            "model": model,
+            "loss": _loss(hf_trainer),
+            "batch_size": size,
+            "micro_batch": args.per_device_train_batch_size,
+            "device": "cpu" if args.use_cpu else "auto",
+            "num_workers": args.dataloader_num_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor or 2,
+            "pin_memory": args.dataloader_pin_memory,
+            **_data(hf_trainer),
+            **options,
+        }
+    )
+    logger.info(
+        "%s trains on %d samples with a global batch of %d, shared among all workers",
+        type(model).__name__, learner.examples, size,
+    )  # fmt: skip
+    return learner
+
+
+def training_steps(hf_trainer: Any, *, batch_size: int | None = None) -> int:
+    """Return the steps of `hf_trainer.train()`, which are those of its schedule too.
+
+    They are `max_steps`, or those of `num_train_epochs`. With another `batch_size` than its own,
+    an epoch has as many steps as it has such batches.
+    """
+    args = hf_trainer.args
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    samples = len(_opened(hf_trainer.train_dataset))
+    if args.dataloader_drop_last:
+        samples -= samples % args.train_batch_size
+    size = _global_batch(args) if batch_size is None else batch_size
+    return ceil(args.num_train_epochs * max(ceil(samples / max(size, 1)), 1))
+
+
+def evaluate(hf_trainer: Any, model: nn.Module, dataset: Any = None) -> dict[str, float]:
+    """Return the metrics of `hf_trainer.evaluate` for another model, such as `progress.model()`.
+
+    dataset: replaces the trainer's `eval_dataset`. A copy of the model is evaluated.
+    """
+    runner = copy.copy(hf_trainer)
+    runner.accelerator = copy.copy(hf_trainer.accelerator)
+    runner.accelerator._models = []  # or it would not prepare this model
+    runner.model = runner.model_wrapped = copy.deepcopy(model).to(hf_trainer.args.device)
+    found: dict[str, float] = runner.evaluate(dataset)
+    return found
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss of `transformers.Trainer.compute_loss`, for `TorchLearner`.
+
+    counts: whether the loss is a mean over labels; labels of -100 do not count. Then it returns
+        (sum, count), else the mean over samples.
+    passes: whether the model takes the number of labels, `num_items_in_batch`.
+    shifts: whether the label of the first token counts for nothing.
+    smoother: the LabelSmoother of transformers. smooth_shifts: whether it shifts the labels.
+    function: the user's `compute_loss_func`.
+    """
+
+    counts: bool
+    passes: bool
+    shifts: bool
+    smoother: Any = None
+    smooth_shifts: bool = False
+    function: Any = None
+    bf16: bool = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Count]:
+        inputs = dict(batch)
+        count = self._count(inputs)
+        items = None if count is None else count.clamp(min=1)
+        own = self.smoother is not None or self.function is not None
+        labels = inputs.pop("labels", None) if own else None
+        if self.passes and items is not None:
+            inputs["num_items_in_batch"] = items
+        with self._precision(model):
+            outputs = model(**inputs)
+        if self.function is not None:
+            loss = self.function(_floats(outputs), labels, num_items_in_batch=items)
+        elif labels is not None:
+            shift = {"shift_labels": True} if self.smooth_shifts else {}
+            loss = self.smoother(_floats(outputs), labels, **shift)
+        else:
+            loss = _loss_of(outputs, model, inputs)
+        if items is None or count is None:
+            return loss.float()  # type: ignore[no-any-return]
+        return loss.float() * items, count
+
+    def _count(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the number of labels that count, or None if the loss is no mean over them."""
+        labels = inputs.get("shift_labels")
+        if labels is None:
+            labels = inputs.get("labels")
+            if self.shifts and isinstance(labels, Tensor):
+                labels = labels[..., 1:]
+        if not self.counts or "labels" not in inputs or not isinstance(labels, Tensor):
+            return None
+        return labels.ne(-100).sum()
+
+    def _precision(self, model: nn.Module) -> AbstractContextManager[Any]:
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
+
+
+def _loss(hf_trainer: Any) -> ModelLoss:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model, smoother = hf_trainer.model, hf_trainer.label_smoother
+    function, passes = hf_trainer.compute_loss_func, bool(hf_trainer.model_accepts_loss_kwargs)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return ModelLoss(
+        counts=passes or function is not None or smoother is not None,
+        passes=passes,
+        shifts=getattr(hf_trainer, "_loss_shifts_labels", False),
+        smoother=smoother,
+        smooth_shifts=type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        function=function,
+        bf16=bool(hf_trainer.args.bf16),
+    )
+
+
+def _loss_of(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returned no loss for {', '.join(inputs)}; let the data have "
+            "labels, or give transformers_learner a loss="
+        )
+    return loss
+
+
+def _floats(outputs: Any) -> Any:
+    """Return a model's outputs in float32, as transformers gives them to other losses."""
+    if not isinstance(outputs, dict):
+        return type(outputs)(map(_float, outputs)) if isinstance(outputs, tuple) else outputs
+    changed = copy.copy(outputs)
+    for name, value in outputs.items():
+        changed[name] = _float(value)
+    return changed
+
+
+def _float(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+def _model(hf_trainer: Any) -> nn.Module:
+    """Return a copy of the model as `train` would begin with it, in the main memory."""
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin, trainer
+
+    model: nn.Module = copy.deepcopy(hf_trainer.model).to("cpu")
+    align = getattr(trainer, "align_special_tokens", None)  # since transformers 5
+    words = hf_trainer.processing_class
+    if align and isinstance(words, PreTrainedTokenizerBase | ProcessorMixin):
+        if hasattr(model, "config"):
+            align(model, words)
+    return model
+
+
+def _opened(data: Any) -> Any:
+    """Return the dataset, or that of a function that opens one."""
+    if data is None:
+        raise ValueError("the transformers.Trainer has no train_dataset; give it one")
+    data = data() if callable(data) and not hasattr(data, "__getitem__") else data
+    check_map_style(data)
+    return data
+
+
+def _data(hf_trainer: Any) -> dict[str, Any]:
+    """Return dataset and collate, without the columns that the model does not take."""
+    data, collate = hf_trainer.train_dataset, hf_trainer.data_collator
+    if hasattr(data, "remove_columns") and hasattr(data, "column_names"):  # of `datasets`
+        data = hf_trainer._remove_unused_columns(data, description="training")
+    else:
+        collate = hf_trainer._get_collator_with_removed_columns(collate, description="training")
+    return {"dataset": data, "collate": collate}
+
+
+def _global_batch(args: Any) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps)
+
+
+def _rules(hf_trainer: Any, steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return optimizer, schedule and clipping; with `outer=`, those of the local steps."""
+    prefix = "" if options.get("outer") is None else "inner_"
+    trained = [p for p in hf_trainer.model.parameters() if p.requires_grad]
+    if hf_trainer.optimizer is not None and hf_trainer.lr_scheduler is None:
+        # A schedule sets the first learning rate, and the user's optimizer is to keep its own.
+        hf_trainer.optimizer = RemadeOptimizer(hf_trainer.optimizer, trained)(trained)
+    hf_trainer.create_optimizer_and_scheduler(num_training_steps=steps)
+    optimizer, scheduler = hf_trainer.optimizer, hf_trainer.lr_scheduler
+    if getattr(scheduler, "optimizer", None) is not optimizer:
+        raise ValueError(
+            f"{type(scheduler).__name__} of the transformers.Trainer is bound to another "
+            "optimizer than that of the trainer; give optimizers= both"
+        )
+    rules: dict[str, Any] = {}
+    if prefix + "scheduler" in options:  # drop the trainer's schedule
+        for group in optimizer.param_groups:
+            group["lr"] = group.pop("initial_lr", group["lr"])
+    else:
+        rules[prefix + "scheduler"] = _schedule(optimizer, scheduler)
+    rules["optimizer"] = RemadeOptimizer(optimizer, trained)
+    if hf_trainer.args.max_grad_norm > 0:
+        rules[prefix + "transform"] = ClipNorm(hf_trainer.args.max_grad_norm)
+    return rules
+
+
+def _schedule(optimizer: Optimizer, scheduler: Any) -> RemadeSchedules:
+    return RemadeSchedules(optimizer, [Pace(scheduler, "step")], steps_per_epoch=1)
+
+
+@dataclass(frozen=True)
+class _Checkpointed:
+    """Enables the model's gradient checkpointing in a worker; then calls the user's `prepare`."""
+
+    settings: Mapping[str, Any] | None
+    then: Prepare | None = None
+
+    def __call__(self, model: Any) -> nn.Module | None:
+        settings = dict(self.settings or {})
+        named = {name: settings.pop(name) for name in _OF_METHOD if name in settings}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None, **named)
+        return None if self.then is None else self.then(model)
+
+
+_OF_METHOD = "every_n_layers", "offload"  # arguments of the method, not of torch's checkpoint
