@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import ceil
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.core.logs import logger_of
 from paceline.integrations.transformers_checks import check_trainer
@@ -93,7 +92,8 @@ def training_steps(hf_trainer: Any, *, batch_size: int | None = None) -> int:
     if args.dataloader_drop_last:
         samples -= samples % args.train_batch_size
     size = _global_batch(args) if batch_size is None else batch_size
-    return ceil(args.num_train_epochs * max(ceil(samples / max(size, 1)), 1))
+    epochs = float(args.num_train_epochs)
+    return ceil(epochs * max(ceil(samples / max(size, 1)), 1))
 
 
 def evaluate(hf_trainer: Any, model: nn.Module, dataset: Any = None) -> dict[str, float]:
@@ -216,9 +216,9 @@ def _model(hf_trainer: Any) -> nn.Module:
     model: nn.Module = copy.deepcopy(hf_trainer.model).to("cpu")
     align = getattr(trainer, "align_special_tokens", None)  # since transformers 5
     words = hf_trainer.processing_class
-    if align and isinstance(words, PreTrainedTokenizerBase | ProcessorMixin):
-        if hasattr(model, "config"):
-            align(model, words)
+    known = isinstance(words, PreTrainedTokenizerBase | ProcessorMixin)
+    if align is not None and known and hasattr(model, "config"):
+        align(model, words)
     return model
 
 
@@ -249,30 +249,32 @@ def _rules(hf_trainer: Any, steps: int, options: Mapping[str, Any]) -> dict[str,
     """Return optimizer, schedule and clipping; with `outer=`, those of the local steps."""
     prefix = "" if options.get("outer") is None else "inner_"
     trained = [p for p in hf_trainer.model.parameters() if p.requires_grad]
-    if hf_trainer.optimizer is not None and hf_trainer.lr_scheduler is None:
-        # A schedule sets the first learning rate, and the user's optimizer is to keep its own.
-        hf_trainer.optimizer = RemadeOptimizer(hf_trainer.optimizer, trained)(trained)
-    hf_trainer.create_optimizer_and_scheduler(num_training_steps=steps)
-    optimizer, scheduler = hf_trainer.optimizer, hf_trainer.lr_scheduler
-    if getattr(scheduler, "optimizer", None) is not optimizer:
+    optimizer, scheduler = _made(hf_trainer, trained, steps)
+    if getattr(scheduler, "optimizer", scheduler) is not optimizer:
         raise ValueError(
             f"{type(scheduler).__name__} of the transformers.Trainer is bound to another "
-            "optimizer than that of the trainer; give optimizers= both"
+            "optimizer than the trainer's; give its optimizers= both"
         )
     rules: dict[str, Any] = {}
     if prefix + "scheduler" in options:  # drop the trainer's schedule
         for group in optimizer.param_groups:
             group["lr"] = group.pop("initial_lr", group["lr"])
     else:
-        rules[prefix + "scheduler"] = _schedule(optimizer, scheduler)
+        rules[prefix + "scheduler"] = RemadeSchedules(optimizer, [Pace(scheduler, "step")], 1)
     rules["optimizer"] = RemadeOptimizer(optimizer, trained)
     if hf_trainer.args.max_grad_norm > 0:
         rules[prefix + "transform"] = ClipNorm(hf_trainer.args.max_grad_norm)
     return rules
 
 
-def _schedule(optimizer: Optimizer, scheduler: Any) -> RemadeSchedules:
-    return RemadeSchedules(optimizer, [Pace(scheduler, "step")], steps_per_epoch=1)
+def _made(hf_trainer: Any, trained: Sequence[nn.Parameter], steps: int) -> tuple[Any, Any]:
+    """Return optimizer and schedule as the trainer makes them, or those given to it."""
+    given = hf_trainer.optimizer
+    if given is not None and hf_trainer.lr_scheduler is None:
+        # A schedule sets the first learning rate, and the user's optimizer is to keep its own.
+        hf_trainer.optimizer = RemadeOptimizer(given, trained)(trained)
+    hf_trainer.create_optimizer_and_scheduler(num_training_steps=steps)
+    return hf_trainer.optimizer, hf_trainer.lr_scheduler
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -111,9 +111,9 @@ class Original(transformers.Trainer):
     """transformers' own loop over the samples of Paceline."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        args = self.args
+        args, train_dataset = self.args, cast(Any, self.train_dataset)
         samples = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
-        return InOrder(samples, len(self.train_dataset))
+        return InOrder(samples, len(train_dataset))
 
 
 def hf(kind: type[Any], folder: Path, model: Any = None, **more: Any) -> Any:
@@ -162,14 +162,14 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     chosen = labels[..., 1:]
     logits = outputs["logits"][..., :-1, :].transpose(1, 2)
     total = nn.functional.cross_entropy(logits, chosen, reduction="sum", ignore_index=-100)
-    return total / num_items_in_batch
+    return cast(Tensor, total / num_items_in_batch)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing_factor": 0.1},
     "own loss": {"compute_loss_func": own_loss},
     "gradient checkpointing": {"gradient_checkpointing": True},
-    "sgd": {"optim": "sgd", "learning_rate": 0.5, "optim_args": "momentum=0.9"},
+    "sgd": {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0},  # scales count
     "adafactor": {"optim": "adafactor"},
     "no clipping": {"max_grad_norm": 0.0},
     "warmup ratio": {"warmup_steps": 0.5, "lr_scheduler_type": "constant_with_warmup"},
@@ -209,6 +209,24 @@ def test_bf16_is_autocast_as_in_transformers(tmp_path: Path) -> None:
     assert abs(exact - expected) > 1e-5
 
 
+def test_adapters_train_as_in_transformers(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(llama(), peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+
+    more: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "gradient_checkpointing": True}
+    more["label_smoothing_factor"] = 0.1
+    original = hf(Original, tmp_path, adapted(), **more)
+    given = hf(transformers.Trainer, tmp_path, adapted(), **more)
+    original.train()
+    run = fitted(given)
+    assert distance(run.model, original.model) < 1e-5 < distance(run.model, adapted())
+    assert distance(given.model, adapted()) == 0
+
+
 class Still(transformers.BertForSequenceClassification):
     """Takes no number of labels, as classifiers of your own do."""
 
@@ -220,10 +238,11 @@ def bert() -> Any:
         torch.manual_seed(0)
         config = transformers.BertConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=16, max_position_embeddings=LENGTH, num_labels=3,
+            intermediate_size=16, max_position_embeddings=LENGTH,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
-        return Still(config)
+        config.num_labels = 3
+        return Still(config)  # type: ignore[no-untyped-call]
 
 
 class Classes(Dataset[Any]):
@@ -251,11 +270,12 @@ def test_a_dataset_of_datasets_loses_the_columns_that_the_model_does_not_take(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([Ragged()[row] for row in range(ROWS)])
-    learner = transformers_learner(hf(transformers.Trainer, tmp_path, train_dataset=rows))
+    learner: Any = transformers_learner(hf(transformers.Trainer, tmp_path, train_dataset=rows))
     assert set(learner.dataset[0]) == {"input_ids", "labels"} and learner.collate is padded
     assert set(rows.column_names) == {"input_ids", "labels", "source"}
     kept = hf(transformers.Trainer, tmp_path, train_dataset=rows, remove_unused_columns=False)
-    assert "source" in transformers_learner(kept).dataset[0]
+    learner = transformers_learner(kept)
+    assert "source" in learner.dataset[0]
 
 
 def test_arguments_reach_the_learner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,6 +294,9 @@ def test_arguments_reach_the_learner(tmp_path: Path, caplog: pytest.LogCaptureFi
     rates = [learner.rate(step) for step in (0, 7, 21)]
     assert rates == pytest.approx([5e-3, 5e-3 * 2 / 3, 0.0])
     assert transformers_learner(given, batch_size=25).rate(3) == pytest.approx(2.5e-3)
+    given.args._n_gpu = 2
+    assert transformers_learner(given).batch_size == 16
+    given.args._n_gpu = 0
     other = transformers_learner(
         given, micro_batch=2, optimizer=partial(optim.SGD, lr=0.5), device="auto", transform=None
     )
@@ -366,6 +389,7 @@ class OwnData(transformers.Trainer):
 
 Plain = transformers.Trainer
 EVALUATED = {"eval_strategy": "steps", "eval_dataset": Ragged(8), "eval_steps": 5}
+FOREIGN = optim.lr_scheduler.LambdaLR(optim.SGD([nn.Parameter(torch.ones(1))]), lambda _: 1.0)
 REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (Plain, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.* add the noise in prepare="),
     (Plain, {"torch_compile": True}, "torch_compile=True.* prepare=torch.compile"),
@@ -376,6 +400,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (Plain, {"lr_scheduler_type": "greedy", **EVALUATED}, "'greedy'.* watches a metric"),
     (Plain, {"train_dataset": None}, "no train_dataset; give it one"),
     (Plain, {"train_dataset": Lines()}, "Lines is an IterableDataset"),
+    (Plain, {"optimizers": (None, FOREIGN)}, "LambdaLR .* bound to another optimizer .* both"),
     (OwnLoss, {}, "OwnLoss defines compute_loss, .* loss= function"),
     (OwnStep, {}, "OwnStep defines training_step, .* loss= function"),
     (OwnData, {}, "OwnData defines get_train_dataloader, .* dataset= and collate="),
