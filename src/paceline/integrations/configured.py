@@ -22,7 +22,7 @@ def rules(module: Any, steps_per_epoch: int, options: Mapping[str, Any]) -> dict
     keyword = "scheduler" if options.get("outer") is None else "inner_scheduler"
     if "scheduler" in options or keyword in options:  # drop the module's schedules
         if schedules:
-            _restore(optimizer, schedules, name)
+            restore(optimizer, schedules, name)
         return {"optimizer": RemadeOptimizer(optimizer, trained)}
     paces = [_pace(each, optimizer, name) for each in schedules]
     rules: dict[str, Any] = {"optimizer": RemadeOptimizer(optimizer, trained)}
@@ -31,7 +31,7 @@ def rules(module: Any, steps_per_epoch: int, options: Mapping[str, Any]) -> dict
     return rules
 
 
-def _restore(optimizer: Optimizer, schedules: Sequence[Any], name: str) -> None:
+def restore(optimizer: Optimizer, schedules: Sequence[Any], name: str) -> None:
     """Restore the learning rates that the optimizer had before the schedules changed them."""
     if lost := [kind for each in schedules for kind in _cycles(_scheduler(each))]:
         raise ValueError(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from math import ceil
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.logs import logger_of
+from paceline.integrations.configured import restore
 from paceline.integrations.transformers_checks import check_trainer
 from paceline.learners.feed import check_map_style
 from paceline.learners.loss import Count
@@ -48,12 +50,15 @@ def transformers_learner(
     check_trainer(hf_trainer, options)
     hf_trainer = copy.copy(hf_trainer)  # keeps the given one from what its methods set
     hf_trainer.train_dataset = options.get("dataset", hf_trainer.train_dataset)
-    args, model = hf_trainer.args, _model(hf_trainer)
+    args, model, data = hf_trainer.args, _model(hf_trainer), _data(hf_trainer)
     size = _global_batch(args) if batch_size is None else batch_size
-    _opened(hf_trainer.train_dataset)  # checks it
+    prefix = "" if options.get("outer") is None else "inner_"  # of the local steps
     if "optimizer" not in options:
         steps = training_steps(hf_trainer, batch_size=batch_size)
-        options = {**_rules(hf_trainer, steps, options), **options}
+        keep = f"{prefix}scheduler" not in options
+        options = {**_rules(hf_trainer, steps, f"{prefix}scheduler", keep), **options}
+    if args.max_grad_norm > 0:
+        options.setdefault(f"{prefix}transform", ClipNorm(args.max_grad_norm))
     if args.gradient_checkpointing:
         options["prepare"] = _Checkpointed(
             args.gradient_checkpointing_kwargs, options.get("prepare")
@@ -68,7 +73,7 @@ def transformers_learner(
             "num_workers": args.dataloader_num_workers,
             "prefetch_factor": args.dataloader_prefetch_factor or 2,
             "pin_memory": args.dataloader_pin_memory,
-            **_data(hf_trainer),
+            **data,
             **options,
         }
     )
@@ -88,7 +93,7 @@ def training_steps(hf_trainer: Any, *, batch_size: int | None = None) -> int:
     args = hf_trainer.args
     if args.max_steps > 0:
         return int(args.max_steps)
-    samples = len(_opened(hf_trainer.train_dataset))
+    samples = _samples(_dataset(hf_trainer))
     if args.dataloader_drop_last:
         samples -= samples % args.train_batch_size
     size = _global_batch(args) if batch_size is None else batch_size
@@ -110,22 +115,34 @@ def evaluate(hf_trainer: Any, model: nn.Module, dataset: Any = None) -> dict[str
 
 
 @dataclass(frozen=True)
+class Smoothed:
+    """The LabelSmoother of transformers. Since version 5 it takes the number of labels."""
+
+    smoother: Any
+    shifts: bool
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None) -> Any:
+        takes_items = "num_items_in_batch" in signature(self.smoother).parameters
+        more = {"num_items_in_batch": num_items_in_batch} if takes_items else {}
+        return self.smoother(outputs, labels, shift_labels=self.shifts, **more)
+
+
+@dataclass(frozen=True)
 class ModelLoss:
     """The loss of `transformers.Trainer.compute_loss`, for `TorchLearner`.
 
     counts: whether the loss is a mean over labels; labels of -100 do not count. Then it returns
         (sum, count), else the mean over samples.
     passes: whether the model takes the number of labels, `num_items_in_batch`.
-    shifts: whether the label of the first token counts for nothing.
-    smoother: the LabelSmoother of transformers. smooth_shifts: whether it shifts the labels.
-    function: the user's `compute_loss_func`.
+    shifts: whether the first label of a row does not count, since no token is before it.
+    smoothed: replaces the loss of the model, if there are labels.
+    function: the user's `compute_loss_func`, which replaces both.
     """
 
     counts: bool
     passes: bool
     shifts: bool
-    smoother: Any = None
-    smooth_shifts: bool = False
+    smoothed: Smoothed | None = None
     function: Any = None
     bf16: bool = False
 
@@ -133,17 +150,15 @@ class ModelLoss:
         inputs = dict(batch)
         count = self._count(inputs)
         items = None if count is None else count.clamp(min=1)
-        own = self.smoother is not None or self.function is not None
-        labels = inputs.pop("labels", None) if own else None
+        own: Any = self.smoothed if self.function is None else self.function
+        labels = None if own is None else inputs.pop("labels", None)
         if self.passes and items is not None:
             inputs["num_items_in_batch"] = items
         with self._precision(model):
             outputs = model(**inputs)
-        if self.function is not None:
-            loss = self.function(_floats(outputs), labels, num_items_in_batch=items)
-        elif labels is not None:
-            shift = {"shift_labels": True} if self.smooth_shifts else {}
-            loss = self.smoother(_floats(outputs), labels, **shift)
+        if own is not None and (labels is not None or self.function is not None):
+            outputs = _floats(outputs) if self.bf16 else outputs
+            loss = own(outputs, labels, num_items_in_batch=items)
         else:
             loss = _loss_of(outputs, model, inputs)
         if items is None or count is None:
@@ -173,12 +188,12 @@ def _loss(hf_trainer: Any) -> ModelLoss:
     model, smoother = hf_trainer.model, hf_trainer.label_smoother
     function, passes = hf_trainer.compute_loss_func, bool(hf_trainer.model_accepts_loss_kwargs)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return ModelLoss(
         counts=passes or function is not None or smoother is not None,
         passes=passes,
         shifts=getattr(hf_trainer, "_loss_shifts_labels", False),
-        smoother=smoother,
-        smooth_shifts=type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        smoothed=None if smoother is None else Smoothed(smoother, causal),
         function=function,
         bf16=bool(hf_trainer.args.bf16),
     )
@@ -222,18 +237,22 @@ def _model(hf_trainer: Any) -> nn.Module:
     return model
 
 
-def _opened(data: Any) -> Any:
-    """Return the dataset, or that of a function that opens one."""
-    if data is None:
+def _dataset(hf_trainer: Any) -> Any:
+    if hf_trainer.train_dataset is None:
         raise ValueError("the transformers.Trainer has no train_dataset; give it one")
+    return hf_trainer.train_dataset
+
+
+def _samples(data: Any) -> int:
+    """Return the size of a dataset, or of that which a function opens."""
     data = data() if callable(data) and not hasattr(data, "__getitem__") else data
     check_map_style(data)
-    return data
+    return len(data)
 
 
 def _data(hf_trainer: Any) -> dict[str, Any]:
     """Return dataset and collate, without the columns that the model does not take."""
-    data, collate = hf_trainer.train_dataset, hf_trainer.data_collator
+    data, collate = _dataset(hf_trainer), hf_trainer.data_collator
     if hasattr(data, "remove_columns") and hasattr(data, "column_names"):  # of `datasets`
         data = hf_trainer._remove_unused_columns(data, description="training")
     else:
@@ -245,9 +264,8 @@ def _global_batch(args: Any) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps)
 
 
-def _rules(hf_trainer: Any, steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return optimizer, schedule and clipping; with `outer=`, those of the local steps."""
-    prefix = "" if options.get("outer") is None else "inner_"
+def _rules(hf_trainer: Any, steps: int, keyword: str, keep: bool) -> dict[str, Any]:
+    """Return optimizer and schedule; the schedule by its keyword, and only if it is to be kept."""
     trained = [p for p in hf_trainer.model.parameters() if p.requires_grad]
     optimizer, scheduler = _made(hf_trainer, trained, steps)
     if getattr(scheduler, "optimizer", scheduler) is not optimizer:
@@ -255,16 +273,12 @@ def _rules(hf_trainer: Any, steps: int, options: Mapping[str, Any]) -> dict[str,
             f"{type(scheduler).__name__} of the transformers.Trainer is bound to another "
             "optimizer than the trainer's; give its optimizers= both"
         )
-    rules: dict[str, Any] = {}
-    if prefix + "scheduler" in options:  # drop the trainer's schedule
-        for group in optimizer.param_groups:
-            group["lr"] = group.pop("initial_lr", group["lr"])
-    else:
-        rules[prefix + "scheduler"] = RemadeSchedules(optimizer, [Pace(scheduler, "step")], 1)
-    rules["optimizer"] = RemadeOptimizer(optimizer, trained)
-    if hf_trainer.args.max_grad_norm > 0:
-        rules[prefix + "transform"] = ClipNorm(hf_trainer.args.max_grad_norm)
-    return rules
+    if keep:
+        schedules = RemadeSchedules(optimizer, [Pace(scheduler, "step")], steps_per_epoch=1)
+        return {"optimizer": RemadeOptimizer(optimizer, trained), keyword: schedules}
+    alike = RemadeOptimizer(optimizer, trained)(trained)  # the given one keeps its learning rate
+    restore(alike, [scheduler], "the transformers.Trainer")
+    return {"optimizer": RemadeOptimizer(alike, trained)}
 
 
 def _made(hf_trainer: Any, trained: Sequence[nn.Parameter], steps: int) -> tuple[Any, Any]:

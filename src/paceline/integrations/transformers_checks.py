@@ -51,18 +51,18 @@ _REPORTS = (
     "PrinterCallback",
     "NotebookProgressCallback",
 )
-# Arguments that do not change a step and have another counterpart: the values that mean nothing.
-_ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "eval_strategy": ("no",),
-    "eval_on_start": (False,),
-    "load_best_model_at_end": (False,),
-    "resume_from_checkpoint": (None,),
-    "push_to_hub": (False,),
-    "full_determinism": (False,),
-    "tf32": (None,),
-    "torch_empty_cache_steps": (None,),
-    "train_sampling_strategy": ("random",),
-    "enable_jit_checkpoint": (False,),
+# Arguments that do not change a step and have a counterpart elsewhere, with their defaults.
+_ELSEWHERE = {
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "resume_from_checkpoint": None,
+    "push_to_hub": False,
+    "full_determinism": False,
+    "tf32": None,
+    "torch_empty_cache_steps": None,
+    "train_sampling_strategy": "random",
+    "enable_jit_checkpoint": False,
 }
 
 
@@ -157,8 +157,8 @@ def _name_unused(hf_trainer: Any) -> None:
     args = hf_trainer.args
     unused = [
         name
-        for name, nothing in _ELSEWHERE.items()
-        if _value(getattr(args, name, nothing[0])) not in nothing
+        for name, default in _ELSEWHERE.items()
+        if _value(getattr(args, name, default)) != default
     ]
     if unused:
         logger.info(

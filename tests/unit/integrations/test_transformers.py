@@ -197,8 +197,10 @@ def test_other_arguments_are_those_of_transformers(
     assert (distance(run.model, unvaried) < 1e-5) == same
 
 
-def test_bf16_is_autocast_as_in_transformers(tmp_path: Path) -> None:
-    more = {"max_steps": 2, "warmup_steps": 1, "bf16": True, "logging_steps": 1}
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bf16_is_autocast_as_in_transformers(tmp_path: Path, smoothing: float) -> None:
+    more: dict[str, Any] = {"max_steps": 1, "bf16": True, "logging_steps": 1}
+    more["label_smoothing_factor"] = smoothing
     original, given = hf(Original, tmp_path, **more), hf(transformers.Trainer, tmp_path, **more)
     original.train()
     found = fitted(given, workers=1).metrics["loss"][0]  # micro-batches of four, as there
@@ -301,6 +303,8 @@ def test_arguments_reach_the_learner(tmp_path: Path, caplog: pytest.LogCaptureFi
         given, micro_batch=2, optimizer=partial(optim.SGD, lr=0.5), device="auto", transform=None
     )
     assert other.rate(9) == 0.5 and other.micro_batch == 2 and other.device == "auto"
+    clip = transformers_learner(given, optimizer=partial(optim.SGD, lr=0.5)).transform
+    assert clip == pl.learners.ClipNorm(0.5) and other.transform is None
     local = transformers_learner(given, outer=partial(optim.SGD, lr=1.0))
     assert local.inner_scheduler and local.inner_transform and not local.transform
     engine = pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0))
@@ -327,6 +331,11 @@ def test_optimizers_that_were_given_are_used_and_stay(tmp_path: Path) -> None:
     assert transformers_learner(given).rate(5) == 0.25  # after warm-up
     assert mine.param_groups[0]["lr"] == 0.25 and given.optimizer is mine
     assert transformers_learner(given, scheduler=None).rate(0) == 0.25
+    halved = optim.lr_scheduler.LinearLR(mine, start_factor=0.5)
+    given = hf(transformers.Trainer, tmp_path, model, optimizers=(mine, halved))
+    assert transformers_learner(given).rate(0) == 0.125
+    assert transformers_learner(given, scheduler=None).rate(0) == 0.25
+    assert mine.param_groups[0]["lr"] == 0.125
 
 
 def test_a_model_is_evaluated_as_transformers_does(tmp_path: Path) -> None:
