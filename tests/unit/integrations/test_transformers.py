@@ -138,14 +138,11 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return float((flat(one) - flat(other)).abs().max())
 
 
-@pytest.mark.parametrize(("schedule", "workers"), [("linear", 4), ("cosine", 3)])
-def test_thirty_steps_are_those_of_transformers(
-    tmp_path: Path, schedule: str, workers: int
-) -> None:
-    original = hf(Original, tmp_path, lr_scheduler_type=schedule)
-    given = hf(transformers.Trainer, tmp_path, lr_scheduler_type=schedule)
+def test_thirty_steps_are_those_of_transformers(tmp_path: Path) -> None:
+    original = hf(Original, tmp_path, lr_scheduler_type="cosine")
+    given = hf(transformers.Trainer, tmp_path, lr_scheduler_type="cosine")
     original.train()
-    run = fitted(given, workers)
+    run = fitted(given, workers=3)  # whose shares of eight samples are unequal
     assert distance(run.model, original.model) < 1e-5
     assert distance(run.model, llama()) > 0.05
     assert distance(given.model, llama()) == 0  # as it was
