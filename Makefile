@@ -46,6 +46,8 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/stragglers.py
 	$(PYTHON) benchmarks/sessions.py
+	$(PYTHON) benchmarks/sessions_hosts.py
+	$(PYTHON) benchmarks/feeding.py
 	$(PYTHON) benchmarks/dataplane.py
 	$(PYTHON) benchmarks/dataplane.py --large
 	$(PYTHON) benchmarks/selection.py
