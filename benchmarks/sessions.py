@@ -2,8 +2,9 @@
 
 steps     A perceptron of 11 MB on four workers under `sync`, once by `pl.Trainer` on `pl.Ray`, and
           once by four processes with `pl.session`. The arms run one after the other, A B B A.
-slow      Processes with `pl.session`, one of which runs a tenth of the time: seconds to a number of
-          steps under `sync` and under `k_sync(n - 1)`, and of a Trainer under `k_sync(n - 1)`.
+slow      Processes with `pl.session` and a batch of 1,024, one of which has a tenth of its share of
+          the cores: seconds to a number of steps under `sync` and under `k_sync(n - 1)`, and of a
+          Trainer under `k_sync(n - 1)`.
 
 Seconds come from the journals, so they begin when all workers are there.
 
@@ -34,7 +35,7 @@ from paceline.testing import Throttle
 
 HIDDEN, BATCH, EXAMPLES, RATE = 3459, 128, 4096, 0.01  # 795 hidden + 10 numbers of 4 bytes
 WARM_UP = 3  # steps that do not count
-SLOW = 0.1  # the share of the time in which the last process runs
+SLOW, LARGE = 0.1, 1024  # the share that the slow process has of its cores; the batch with it
 BOUNDS = {"a step / a Trainer's": 1.10, "sync / k_sync": 4.0, "k_sync / a Trainer's": 1.10}
 QUICK = {"a step / a Trainer's": 1.6, "sync / k_sync": 2.0, "k_sync / a Trainer's": 1.6}
 
@@ -61,16 +62,21 @@ def policy_of(k: int) -> pl.policies.Gather:
 # --- the arms, in processes of their own ---------------------------------------------------------
 
 
-def by_session(journal: str, steps: int, k: int, slow: bool) -> None:
+def by_session(journal: str, workers: int, steps: int, k: int, slow: bool) -> None:
     """Train in this process as one of several workers."""
     torch.set_num_threads(1)
     data, model = make_data(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     session = pl.session(
-        model, optimizer, policy=policy_of(k), batch_size=BATCH, steps=steps, journal=journal
+        model,
+        optimizer,
+        policy=policy_of(k),
+        batch_size=LARGE if slow else BATCH,
+        steps=steps,
+        journal=journal,
     )
     loader = DataLoader(data, batch_sampler=session.batches(data))
-    with throttled(slow and os.environ["PACELINE_WORKER"] == "0"):
+    with throttled(workers if slow and os.environ["PACELINE_WORKER"] == "0" else 0):
         while not session.ended:
             for batch in loader:
                 loss = loss_of(model, batch)
@@ -78,8 +84,14 @@ def by_session(journal: str, steps: int, k: int, slow: bool) -> None:
                 session.step(loss)
 
 
-def throttled(yes: bool) -> Throttle | nullcontext[None]:
-    return Throttle(os.getpid(), SLOW, seconds=300) if yes else nullcontext()
+def throttled(workers: int) -> Throttle | nullcontext[None]:
+    """Slow this process, one of so many; 0: do not."""
+    return Throttle(os.getpid(), share_of(workers), seconds=300) if workers else nullcontext()
+
+
+def share_of(workers: int) -> float:
+    """Return the share of the time in which the slow one of so many processes runs."""
+    return SLOW * min(1.0, (os.cpu_count() or 1) / workers)
 
 
 class Slowed(pl.Callback):
@@ -91,7 +103,8 @@ class Slowed(pl.Callback):
 
     def stepped(self, progress: pl.Progress) -> None:
         if self._throttle is None:
-            self._throttle = Throttle(self._engine.pids()["w0"], SLOW, seconds=300)
+            share = share_of(self._engine.size)
+            self._throttle = Throttle(self._engine.pids()["w0"], share, seconds=300)
             self._throttle.__enter__()
 
     def ended(self, reason: str) -> None:
@@ -102,7 +115,11 @@ class Slowed(pl.Callback):
 def by_trainer(journal: str, workers: int, steps: int, k: int, slow: bool) -> None:
     """Train with a Trainer on Ray."""
     learner = pl.TorchLearner(
-        make_model(), loss_of, partial(torch.optim.SGD, lr=RATE), make_data(), BATCH
+        make_model(),
+        loss_of,
+        partial(torch.optim.SGD, lr=RATE),
+        make_data(),
+        LARGE if slow else BATCH,
     )
     engine = pl.Ray(workers, cpus=0.1)
     watch = [Slowed(engine)] if slow else []
@@ -168,7 +185,7 @@ def arm_of(given: list[str]) -> None:
     arm, journal, *numbers = given
     workers, steps, k, slow = map(int, numbers)
     if arm == "session":
-        by_session(journal, steps, k, bool(slow))
+        by_session(journal, workers, steps, k, bool(slow))
     else:
         by_trainer(journal, workers, steps, k, bool(slow))
 
@@ -177,7 +194,7 @@ def main() -> None:
     arguments = parser(__doc__, 100).parse_args()
     load, bounds = OtherLoad(), QUICK if arguments.quick else BOUNDS
     step = compare_steps(*((1, 15) if arguments.quick else (4, 60)))
-    slow = compare_slow(*((3, 10) if arguments.quick else (8, 30)))
+    slow = compare_slow(*((3, 10) if arguments.quick else (8, 16)))
     figures = {
         "a step / a Trainer's": step["ratio"],
         "sync / k_sync": slow["sync"] / slow["k_sync"],
