@@ -1,4 +1,4 @@
-"""A small GPT on characters: the text, the model, its loss. Benchmarks share it."""
+"""The GPT of `examples/gpt.py` on tinyshakespeare: its text and its size. Benchmarks share it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 128, 4, 4
+import _report  # noqa: F401  # finds the examples
+from gpt import CONTEXT, GPT, loss
+
 CHARACTERS = 65  # of tinyshakespeare.txt
 
 
 def text_file() -> Path | None:
-    """Return tinyshakespeare.txt, from TINYSHAKESPEARE or from beside the project, if it is there.
+    """Return the file that TINYSHAKESPEARE names, if it is there.
 
     It is distributed with char-rnn; 1,115,394 characters, in the public domain.
     """
-    beside = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
-    found = Path(os.environ.get("TINYSHAKESPEARE", beside))
+    found = Path(os.environ.get("TINYSHAKESPEARE", ""))
     return found if found.is_file() else None
 
 
@@ -49,48 +49,15 @@ def _windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[places], tokens[places + 1]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.project, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        heads = self.project(self.before(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.merge(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
-        fed: Tensor = x + self.feed(self.between(x))
-        return fed
-
-
-class GPT(nn.Module):
-    """About 0.8 million parameters, 3.3 MB."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__()
-        self.token, self.place = nn.Embedding(CHARACTERS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS, bias=False)
-        for embedding in (self.token, self.place):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        scores: Tensor = self.head(self.norm(self.blocks(self.token(tokens) + self.place(places))))
-        return scores
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    tokens, following = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+def make_model(seed: int) -> GPT:
+    """Return a GPT of about 0.8 million parameters, 3.3 MB."""
+    torch.manual_seed(seed)
+    model = GPT(CHARACTERS, width=128, layers=4)
+    for embedding in (model.token, model.place):
+        nn.init.normal_(embedding.weight, std=0.02)
+    return model
 
 
 @torch.no_grad()
 def test_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    return float(loss_of(model, batch))
+    return float(loss(model, batch))

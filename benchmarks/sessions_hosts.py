@@ -40,8 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
 from _driver import Driver, say
-from _gpt import GPT, Text, loss_of, test_loss, text_file
+from _gpt import Text, make_model, test_loss, text_file
 from _report import OtherLoad, finish, machine, parser, table
+from gpt import loss as loss_of
 from paceline.testing import groups
 from paceline.testing.groups import Group
 from paceline.testing.hosts import Hosts, missing
@@ -85,7 +86,7 @@ class Loop:
 def the_text() -> Text:
     file = text_file()
     if file is None:
-        raise SystemExit("tinyshakespeare.txt is not here; set TINYSHAKESPEARE to its path")
+        raise SystemExit("set TINYSHAKESPEARE to the path of tinyshakespeare.txt of char-rnn")
     return Text(file)
 
 
@@ -102,7 +103,7 @@ def tune(steps: int = 200) -> None:
 
 
 def ddp_curve(rate: float, seed: int, steps: int) -> Iterator[tuple[float, float]]:
-    loop, test = Loop(GPT(seed), rate, seed, 0, HOSTS * WINDOWS), the_text().held_out()
+    loop, test = Loop(make_model(seed), rate, seed, 0, HOSTS * WINDOWS), the_text().held_out()
     while loop.step < steps:
         loop.take()
         if loop.step % KEPT == 0:
@@ -110,7 +111,7 @@ def ddp_curve(rate: float, seed: int, steps: int) -> Iterator[tuple[float, float
 
 
 def local_curve(rate: float, seed: int, steps: int) -> Iterator[tuple[float, float]]:
-    loops = [Loop(GPT(seed), rate, seed, host * WINDOWS, WINDOWS) for host in range(HOSTS)]
+    loops = [Loop(make_model(seed), rate, seed, host * WINDOWS, WINDOWS) for host in range(HOSTS)]
     test = the_text().held_out()
     while loops[0].step < steps:
         for loop in loops:
@@ -159,7 +160,7 @@ class Kept:
         """Print steps, seconds and losses."""
         if not self._wanted:
             return say(done=True) if self._speaks else None
-        model, test = GPT(seed), the_text().held_out()
+        model, test = make_model(seed), the_text().held_out()
         curve = []
         for step, at, state in self._models:
             model.load_state_dict(state)
@@ -169,7 +170,7 @@ class Kept:
 
 def train_ddp(rank: int, order: dict[str, Any]) -> None:
     seed = order["seed"]
-    model = DistributedDataParallel(GPT(seed))
+    model = DistributedDataParallel(make_model(seed))
     loop = Loop(model, LEARNING_RATE, seed, rank * WINDOWS, WINDOWS)
     dist.barrier()
     kept = Kept(rank == 0)
@@ -184,12 +185,14 @@ def train_ddp(rank: int, order: dict[str, Any]) -> None:
 def train_local(host: int, order: dict[str, Any], inside: str = "") -> None:
     """Train as one worker, alone or with the other processes of this host."""
     seed, rank, size = order["seed"], 0, 1
-    model: nn.Module = GPT(seed)
+    model: nn.Module = make_model(seed)
     group = dist.group.WORLD if inside else None
     if inside:
         rank, size = dist.get_rank(), dist.get_world_size()
-        fully_shard(model) if inside == "fsdp" else None
-        model = DistributedDataParallel(model) if inside == "ddp" else model
+        if inside == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model)
     windows = WINDOWS // size
     loop = Loop(model, LEARNING_RATE, seed, host * WINDOWS + rank * windows, windows)
     with pl.local_steps(

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.core.protocol import Finished, Joined, Left, Start, Step, Task, Work
+from paceline.core.protocol import Finished, Joined, Left, Task, Work
 from paceline.data.sampling import Samples, Stream
+from tests.ragged import steps_of
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(3))
 Y = (X[:, :2].sum(1) > 0).long()
@@ -87,15 +88,7 @@ def by_hand(run: pl.Run, kept: bool, decay: float = 1.0) -> nn.Module:
 
 def rounds_of(run: pl.Run) -> list[list[Task]]:
     """Return the tasks of each step."""
-    tasks: dict[int, Task] = {}
-    found = []
-    for entry in run.journal:
-        for command in entry.commands:
-            if isinstance(command, Start):
-                tasks[command.task.id] = command.task
-            elif isinstance(command, Step):
-                found.append([tasks[id] for id in command.weights])
-    return found
+    return [[task for task, _ in step] for step in steps_of(run)]
 
 
 def error(one: nn.Module, other: nn.Module) -> float:
