@@ -74,6 +74,7 @@ ONLY_IN = {
                 "flat",
                 "frozen",
                 "memory",
+                "scale",
                 "prepare",
                 "early",
             ),

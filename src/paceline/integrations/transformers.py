@@ -73,6 +73,7 @@ def transformers_learner(
             "num_workers": args.dataloader_num_workers,
             "prefetch_factor": args.dataloader_prefetch_factor or 2,
             "pin_memory": args.dataloader_pin_memory,
+            "loss_scale": "auto" if args.fp16 else None,
             **data,
             **options,
         }
@@ -137,6 +138,7 @@ class ModelLoss:
     shifts: whether the first label of a row does not count, since no token is before it.
     smoothed: replaces the loss of the model, if there are labels.
     function: the user's `compute_loss_func`, which replaces both.
+    dtype: what the model computes in (autocast); None: in the dtype of its weights.
     """
 
     counts: bool
@@ -144,7 +146,7 @@ class ModelLoss:
     shifts: bool
     smoothed: Smoothed | None = None
     function: Any = None
-    bf16: bool = False
+    dtype: torch.dtype | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Count]:
         inputs = dict(batch)
@@ -157,7 +159,7 @@ class ModelLoss:
         with self._precision(model):
             outputs = model(**inputs)
         if own is not None and (labels is not None or self.function is not None):
-            outputs = _floats(outputs) if self.bf16 else outputs
+            outputs = outputs if self.dtype is None else _floats(outputs)
             loss = own(outputs, labels, num_items_in_batch=items)
         else:
             loss = _loss_of(outputs, model, inputs)
@@ -177,9 +179,9 @@ class ModelLoss:
         return labels.ne(-100).sum()
 
     def _precision(self, model: nn.Module) -> AbstractContextManager[Any]:
-        if not self.bf16:
+        if self.dtype is None:
             return nullcontext()
-        return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
+        return torch.autocast(next(model.parameters()).device.type, dtype=self.dtype)
 
 
 def _loss(hf_trainer: Any) -> ModelLoss:
@@ -195,8 +197,14 @@ def _loss(hf_trainer: Any) -> ModelLoss:
         shifts=getattr(hf_trainer, "_loss_shifts_labels", False),
         smoothed=None if smoother is None else Smoothed(smoother, causal),
         function=function,
-        bf16=bool(hf_trainer.args.bf16),
+        dtype=_dtype(hf_trainer.args),
     )
+
+
+def _dtype(arguments: Any) -> torch.dtype | None:
+    if arguments.fp16:
+        return torch.float16
+    return torch.bfloat16 if arguments.bf16 else None
 
 
 def _loss_of(outputs: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

@@ -15,7 +15,6 @@ _ARGUMENTS = {
     "deepspeed": _SHARDED,
     "fsdp": _SHARDED,
     "parallelism_config": _SHARDED,
-    "fp16": "it needs a loss scaler, which Paceline does not have; use bf16=True",
     "torch_compile": "leave it out, and give transformers_learner prepare=torch.compile",
     "use_liger_kernel": "leave it out, and apply the kernel in prepare= of transformers_learner",
     "neftune_noise_alpha": "leave it out, and add the noise in prepare= of transformers_learner",

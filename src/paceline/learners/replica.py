@@ -32,6 +32,7 @@ from paceline.learners.loss import Losses, stats_of
 from paceline.learners.memory import Loading, Pieces
 from paceline.learners.optimize import Named, Rates, make_optimizer, shapes_of, trained
 from paceline.learners.prepare import prepared
+from paceline.learners.scale import Scaler
 from paceline.learners.transforms import Piece
 
 if TYPE_CHECKING:  # which imports this file
@@ -64,6 +65,7 @@ class TorchReplica:
         self._learner = replace(learner, model=self._flat.module, device=device)
         self._model = prepared(learner.prepare, self._flat)
         self._micro, self._base = Pieces(learner.micro_batch), Base(self._flat.module)
+        self._scaler = Scaler(learner.loss_scale, device, self._flat.parameters)
         dataset = learner.open_dataset()
         ahead = learner.prefetch_factor, learner.pin_memory and device != "cpu"
         self._feed = feed_of(dataset, learner.collate, learner.num_workers, *ahead)
@@ -81,10 +83,12 @@ class TorchReplica:
         learner.check(task.work)
         if task.work.budget < inf and learner.device.startswith("cuda"):
             proceed = _synchronized(proceed)
-        steps = self._micro.is_auto and learner.outer is not None
+        steps = self._micro.is_auto and learner.outer is not None  # of those, none overflows
         load = Loading(self._flat, model, steps)
         final = self._micro.watched(self.final)
-        found = self._micro.until_it_fits(lambda: self._attempt(load, task, proceed, final))
+        found = self._scaler.until_finite(
+            lambda: self._micro.until_it_fits(lambda: self._attempt(load, task, proceed, final))
+        )
         self._base.check()
         return found
 
@@ -107,6 +111,7 @@ class TorchReplica:
             load()
             if learner.outer is None:
                 losses = self._gradient(task.samples, proceed, final)
+                self._scaler.unscale()
             else:
                 losses = self._local_steps(task, proceed)
         if not losses.samples:
@@ -155,6 +160,7 @@ class TorchReplica:
             with self._seeded(generator(self._seed, SHARED, place)):
                 load()
                 losses = self._gradient(size, proceed)
+                self._scaler.unscale()
             if losses.samples < size:
                 return Outcome(None, 0)  # an incomplete part is useless
             flat.buffer_change()
@@ -219,14 +225,14 @@ class TorchReplica:
             part = losses.add(found, min(size, samples - done), samples)
             if part is not None:
                 with self._watched(final if losses.samples == samples else None):
-                    part.backward()
+                    self._scaler.scaled(part).backward()
         if 0 < losses.samples < samples:
             flat.grads.mul_(samples / losses.samples)
         return losses
 
     def _watched(self, final: Final | None) -> AbstractContextManager[None]:
         """Report which parts of the gradient are final, during its last backward pass."""
-        if final is None or self._flat.grads.device.type != "cpu":
+        if final is None or self._scaler.is_on or self._flat.grads.device.type != "cpu":
             return nullcontext()
         if self._early is None:
             self._early = EarlyGradients(self._flat)
@@ -243,6 +249,7 @@ class TorchReplica:
             found = self._gradient(task.samples, lambda n: proceed(before + n))  # noqa: B023
             if not found.samples:
                 break
+            self._scaler.unscale_for(optimizer)
             if found.counted:
                 flat.grads.div_(found.per_sample())
             if learner.inner_scheduler is not None:
@@ -252,7 +259,7 @@ class TorchReplica:
             if learner.inner_transform is not None:
                 pieces = list(self._pieces())
                 learner.inner_transform.apply(pieces, learner.inner_transform.sums(pieces))
-            optimizer.step()
+            self._scaler.step(optimizer)
             losses.extend(found)
         torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
         return losses

@@ -36,6 +36,7 @@ from paceline.learners.optimize import (
 )
 from paceline.learners.prepare import Prepare
 from paceline.learners.replica import TorchReplica
+from paceline.learners.scale import LossScale
 from paceline.learners.transforms import Transform
 
 _RULES = "inner_scheduler", "inner_transform", "outer_scheduler", "outer_transform"
@@ -74,6 +75,8 @@ class TorchLearner:
     num_workers, prefetch_factor, pin_memory: of the DataLoader that each worker fetches samples
         with. Its processes remain from task to task, and read ahead. Results have the same bits
         with any number of them. Memory is pinned where a worker computes on a GPU.
+    loss_scale: "auto" if `loss` computes in float16 (autocast): each worker scales its losses as
+        torch's `GradScaler` does. A gradient that overflows is computed again with half the scale.
     prepare: called with the module once in each worker: `torch.compile`, activation checkpointing.
         It changes the module, or returns one that wraps it. The server's module is not changed.
 
@@ -108,6 +111,7 @@ class TorchLearner:
     prefetch_factor: int = 2
     pin_memory: bool = False
     inner: Literal["kept", "fresh"] | None = None
+    loss_scale: LossScale = None
 
     def __post_init__(self) -> None:
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
@@ -136,6 +140,8 @@ class TorchLearner:
             )
         if self._is_open() or not callable(self.dataset):
             check_map_style(self.dataset)
+        if self.loss_scale not in (None, "auto"):
+            raise ValueError(f'loss_scale={self.loss_scale!r}: use "auto", or None')
         if self.inner not in (None, "kept", "fresh"):
             raise ValueError(f'inner={self.inner!r}: use "kept" or "fresh"')
         self._check_sides()
