@@ -57,6 +57,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/planner.py
 	$(PYTHON) benchmarks/report.py
 	$(PYTHON) benchmarks/tokens.py
+	$(PYTHON) benchmarks/curve.py
 	$(PYTHON) benchmarks/chaos.py
 	$(PYTHON) benchmarks/chaos_soak.py
 	$(PYTHON) benchmarks/fleet.py
