@@ -60,6 +60,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/curve.py
 	$(PYTHON) benchmarks/chaos.py
 	$(PYTHON) benchmarks/chaos_soak.py
+	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/fleet.py
 
 gpu:  ## ten minutes on a machine with GPUs; writes gpu_report.json, and ends with 3 where there is none

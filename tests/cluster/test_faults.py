@@ -150,6 +150,27 @@ def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
         assert [s.fate for s in run.samples() if s.fate not in ("used", "unfinished")] == []
 
 
+def test_the_task_of_a_paused_worker_is_redone_before_its_timeout() -> None:
+    with pl.Ray(workers=4, timeout=600, start_timeout=60) as engine:
+        paused: list[int] = []
+
+        def pause() -> None:
+            paused.append(engine.pids()["w1"])
+            os.kill(paused[0], signal.SIGSTOP)
+
+        run = pl.Trainer(
+            heavy_learner(), pl.k_sync(4), engine, progress=False, callbacks=[At(12, pause)]
+        ).fit(steps=20)
+        assert is_alive(paused[0]) and Left("w1") not in lives(run)
+    lengths = np.diff(run.metrics["seconds"])
+    assert max(lengths[10:]) < max(8 * float(np.median(lengths)), 4.0)  # overdue after 1 s or more
+    tasks = {c.task.id: c.task for e in run.journal for c in e.commands if isinstance(c, Start)}
+    used = [id for e in run.journal for c in e.commands if isinstance(c, Step) for id in c.weights]
+    assert any(tasks[id].copy_of is not None for id in used)
+    assert len({tasks[id].offset for id in used}) == len(used)
+    assert [s.fate for s in run.samples() if s.fate not in ("used", "unfinished")] == []
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

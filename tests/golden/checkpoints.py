@@ -59,6 +59,7 @@ CASES: dict[str, Saved] = {
     "coded": Saved(lambda: pl.coded(1, 2)),
     "deadline": Saved(lambda: pl.deadline(1.0)),
     "among": Saved(lambda: pl.policies.OnlyWorkers(["w0", "w2"], pl.sync())),
+    "backups": Saved(lambda: pl.policies.Backups(pl.sync(), factor=1.0, floor=0.1)),
     "lazy": Saved(pl.sync, lambda: pl.codecs.Lazy(pl.codecs.OnChange(0.1, every=3))),
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 import paceline.training.checkpoint as checkpoint
 from paceline.core.coordinator import Coordinator
+from paceline.core.copies import Copies
 from paceline.core.journal import Entry
 from paceline.core.ledger import Ledger
 from paceline.core.protocol import Discard, Event, Finished, Left
@@ -77,6 +79,33 @@ def _forget_lost() -> list[Patch]:
     return [(Ledger, "_lose", lambda self, tasks: list(tasks))]
 
 
+def _count_both_results() -> list[Patch]:
+    """The results of an overdue task and of its copy are both used."""
+    return [(Copies, "others", lambda self, task: [])]
+
+
+def _redo_on_other_samples() -> list[Patch]:
+    whole = Ledger._again
+
+    def broken(self: Any, command: Any, id: int) -> Any:
+        task = whole(self, command, id)
+        if task.copy_of is None or task.work.tiles is not None:
+            return task
+        offset, self.next_offset = self.next_offset, self.next_offset + task.computed
+        return replace(task, offset=offset)
+
+    return [(Ledger, "_again", broken)]
+
+
+def _lose_what_a_copy_computes() -> list[Patch]:
+    """A task counts as lost with its worker, though another worker computes it."""
+
+    def broken(self: Any, worker: str) -> list[Any]:
+        return [self._end(id) for id in list(self._tasks.get(worker, ()))]
+
+    return [(Ledger, "_end_all", broken)]
+
+
 def _say_nothing_of_a_death() -> list[Patch]:
     whole = RayJob._lose
 
@@ -88,7 +117,7 @@ def _say_nothing_of_a_death() -> list[Patch]:
 
 
 def _wait_for_ever() -> list[Patch]:
-    return [(RayJob, "_overdue", lambda self, member, order: True)]
+    return [(RayJob, "_overdue", lambda self, *given: True)]
 
 
 def _add_in_order_of_arrival() -> list[Patch]:
@@ -151,14 +180,14 @@ def _count_a_result_twice() -> list[Patch]:
             calls.pop(call, None)
         call.answered(future)
 
-    def hold(self: Any, now: float, event: Event) -> bool:
+    def hold(self: Any, now: float, event: Event) -> Any:
         known = seen.get(event.task) if isinstance(event, Finished) else None
         if known is not None and known.task.id not in {*self.held, *self.running}:
             self.held[known.task.id] = known
             self.held_shares += known.task.work.shares
             worker = known.task.worker
             self._results[worker] = self._results.get(worker, 0) + 1
-            return True
+            return (event,)
         news = record(self, now, event)
         if isinstance(event, Finished) and event.task in self.held:
             seen[event.task] = self.held[event.task]
@@ -242,10 +271,10 @@ def _come_twice() -> list[Patch]:
 def _count_the_dead() -> list[Patch]:
     whole = Ledger.record
 
-    def broken(self: Any, now: float, event: Event) -> bool:
+    def broken(self: Any, now: float, event: Event) -> Any:
         if isinstance(event, Left):
             self.now = now
-            return False
+            return ()
         return whole(self, now, event)
 
     return [(Ledger, "record", broken)]
@@ -376,6 +405,9 @@ BUGS: dict[str, Callable[[], list[Patch]]] = {
         _end_without_a_checkpoint,
         _end_the_run_for_one_exception,
         _look_at_deadlines_only_when_idle,
+        _count_both_results,
+        _redo_on_other_samples,
+        _lose_what_a_copy_computes,
     )
 }
 

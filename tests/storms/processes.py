@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import ray
 
+from paceline.core.copies import samples_of
 from paceline.core.protocol import Task
-from paceline.engines.checks import samples_of
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.worker import Place, Reply, Token, Worker, unpack
 from tests.storms.weather import World

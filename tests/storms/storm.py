@@ -23,11 +23,12 @@ import numpy as np
 
 import paceline.training.checkpoint as checkpoint
 from paceline.codecs.quantize import BFloat16
+from paceline.core.copies import samples_of
 from paceline.core.errors import ServersLost
 from paceline.core.journal import Entry, Header, read_entries, read_header
-from paceline.core.protocol import Command, Event, Finished, Step, WorkerId
+from paceline.core.protocol import Command, Event, Finished, Start, Step, WorkerId
 from paceline.engines.base import Job
-from paceline.engines.checks import KNOWN, samples_of
+from paceline.engines.checks import KNOWN
 from paceline.engines.ray.job import RayJob, Timeouts
 from paceline.engines.ray.pool import Member, Pool
 from paceline.engines.ray.reducer import DriverReducer
@@ -36,6 +37,7 @@ from paceline.engines.ray.servers.reducer import ShardedReducer
 from paceline.engines.ray.worker import Answer, Token
 from paceline.learners.base import Array, Server
 from paceline.learners.robust import RobustServer
+from paceline.policies.backups import Backups
 from paceline.report.callbacks import Callback, Progress
 from paceline.training.checkpoint import Checkpoints
 from paceline.training.run import Run
@@ -151,9 +153,12 @@ class Storm:
         """Train until the end; None if the driver was killed on the way."""
         engine = CheckedRay(self.case, self.world)
         self.world.terminate = lambda: engine.interrupt(_TERM)
+        policy = self.case.policy
+        if self.seed % 2:  # tasks are soon overdue, and redone
+            policy = Backups(policy, factor=1.0, floor=0.2)
         trainer = Trainer(
             self.case.learner,
-            self.case.policy,
+            policy,
             engine,
             seed=self.seed,
             callbacks=[_Calm(self.world)],
@@ -213,6 +218,8 @@ class Storm:
     def _history(self, path: Path) -> History:
         header = read_header(path)
         entries = list(read_entries(path))
+        started = [c.task for e in entries for c in e.commands if isinstance(c, Start)]
+        self.world.faults["redone"] += sum(task.copy_of is not None for task in started)
         check_journal(header, entries, self.case)
         server: Server = self.case.learner.server()
         if self.case.robust is not None:

@@ -15,7 +15,7 @@ POLICIES = frozenset(
     {
         *("sync", "k_sync", "bandit", "ata", "rennala", "ringmaster", "asynchronous", "k_async"),
         *("local_sgd", "deadline", "coded"),
-        *("Gather", "Deadline", "OnlyWorkers", "Until", "MinWorkers"),
+        *("Gather", "Deadline", "OnlyWorkers", "Until", "MinWorkers", "Backups"),
     }
 )
 CODECS = frozenset(

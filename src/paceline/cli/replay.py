@@ -98,10 +98,11 @@ def first_difference(
 
 
 def driven(policy: Policy | None, text: str) -> Policy:
-    """Return a policy as a trainer drives it, with `MinWorkers` and `Until` taken from the text.
+    """Return a policy as a trainer drives it, with its wrappers taken from the text.
 
     policy: None for the policy that the text names.
     """
+    from paceline.policies.backups import Backups
     from paceline.policies.wrappers import MinWorkers, Until
 
     if policy is None:
@@ -123,6 +124,11 @@ def driven(policy: Policy | None, text: str) -> Policy:
     if outer is None or inner is None:
         return policy
     ends = {name: ast.literal_eval(value) for name, value in outer.items()}
+    given = _arguments(inner["inner"], "Backups")
+    if given is not None and not isinstance(policy, Backups):
+        del given["inner"]
+        options = {name: ast.literal_eval(value) for name, value in given.items()}
+        policy = Backups(policy, **options)
     return Until(MinWorkers(ast.literal_eval(inner["n"]), policy), **ends)
 
 

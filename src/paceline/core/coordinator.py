@@ -11,6 +11,7 @@ from paceline.core.journal import Entry, Header, Journal
 from paceline.core.ledger import Ledger
 from paceline.core.policy import Policy
 from paceline.core.protocol import (
+    Cancel,
     Command,
     Discard,
     Engine,
@@ -44,18 +45,21 @@ class Coordinator:
     def handle(self, now: float, event: Event) -> Entry:
         """Record the event, ask the policy, then apply and return its commands."""
         ledger = self.ledger
-        commands: tuple[Command, ...] = ()
+        commands: list[Command] = []
         news = ledger.record(now, event)
-        if isinstance(event, Finished) and not news:
-            if event.task not in ledger.held:  # else a duplicate: the first result counts
-                commands = (Discard(event.task),)  # too late: the task is no longer running
-        elif ledger.stopped is None:
-            if isinstance(event, Interrupted):
-                commands = (ledger.apply(Stop(event.reason)),)
-            elif news:
+        if isinstance(event, Finished) and event.task not in ledger.held:
+            commands.append(Discard(event.task))  # too late: the task is no longer awaited
+        for each in news:
+            if isinstance(each, Cancel):
+                commands.append(each)
+            elif ledger.stopped is not None:
+                continue
+            elif isinstance(each, Interrupted):
+                commands.append(ledger.apply(Stop(each.reason)))
+            else:
                 apply = ledger.apply
-                commands = tuple([apply(c) for c in self.policy.react(ledger, event)])
-        entry = Entry(now, event, commands)
+                commands += [apply(c) for c in self.policy.react(ledger, each)]
+        entry = Entry(now, event, tuple(commands))
         self.journal.append(entry)
         return entry
 

@@ -9,12 +9,14 @@ stale versions that still run. Policies read some collections from the front: th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
+from paceline.core.copies import Copies
 from paceline.core.errors import PolicyError
+from paceline.core.positions import distinct_samples, fault_of, give_back, shorten
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -61,6 +63,7 @@ class Ledger:
             **{"next_task": "next_task", "next_offset": "next_offset"},
             "next_shard_offsets": "_next_in_tile",
         },
+        added={"late": "late"},
     )
 
     def __init__(
@@ -81,6 +84,8 @@ class Ledger:
         self.running: OrderedDict[TaskId, Task] = OrderedDict()
         self.held: OrderedDict[TaskId, Result] = OrderedDict()
         self.lost: OrderedDict[TaskId, Task] = OrderedDict()
+        # Overdue tasks whose samples another one computed. Their workers join when they answer.
+        self.late: dict[TaskId, Task] = {}
         self.node = MAIN if peer is None else peer.name
         self.tensors = () if peer is None else peer.tensors
         # All nodes begin with the same model, so each holds a copy of its neighbors'.
@@ -92,6 +97,7 @@ class Ledger:
         self._tasks: dict[WorkerId, dict[TaskId, None]] = {}  # -> tasks running
         self._by_version: OrderedDict[int, int] = OrderedDict()  # -> shares running
         self._shares = 0  # running, of all versions
+        self._copies = Copies()
         self.next_task = 0  # the id of the next task
         self.next_offset = 0  # of the next samples in the data stream
         self._next_in_tile: dict[int, int] = {}  # tile (data shard) -> next offset in its stream
@@ -107,48 +113,57 @@ class Ledger:
                 if self.version - version <= max_staleness:
                     break
                 stale += count
-        return self._shares - stale
+        return self._shares - stale - self._copies.surplus(self.version - max_staleness)
 
-    def record(self, now: float, event: Event) -> bool:
-        """Record an event; return whether the policy must react to it."""
+    def record(self, now: float, event: Event) -> tuple[Event | Cancel, ...]:
+        """Record an event; return the events to react to, and tasks that it makes needless."""
         if now < self.now:
             raise ValueError(f"time went backwards: {event} at {now}, after {self.now}")
         self.now = now
         match event:
             case Finished(id, samples, seconds, stats, waited):
+                if id in self.late:
+                    worker = self.late.pop(id).worker
+                    self.workers[worker] = 0
+                    self._refresh(worker)
+                    return (Joined(worker),)
                 if id not in self.running:  # cancelled, or its worker left
-                    return False
-                task = self._end(id)
-                if samples + event.skipped < task.samples * task.work.steps:
-                    self._shorten(task, samples)
+                    return ()
+                others = self._copies.others(self.running[id])
+                task, whole = self._end(id), samples + event.skipped
+                if whole < task.samples * task.work.steps and (samples or not others):
+                    shorten(self._next_in_tile, task, samples)
                 self.held[id] = Result(task, max(now - waited, task.since), samples, seconds, stats)
                 self.held_shares += task.work.shares
                 self._results[task.worker] = self._results.get(task.worker, 0) + 1
                 self._refresh(task.worker)
+                if others and samples:
+                    return self._overtake(event, others)
             case Joined(worker) if self._is_peer(worker):
                 pass
             case Left(worker) if self._is_peer(worker):
                 self.copies.pop(worker, None)
             case Joined(worker):
-                if worker in self.workers:
+                if worker in self.workers or any(t.worker == worker for t in self.late.values()):
                     raise ValueError(f"{worker} joined twice; report Left({worker!r}) in between")
                 self.workers[worker] = 0
                 self._refresh(worker)
             case Left(worker):
+                self.late = {id: task for id, task in self.late.items() if task.worker != worker}
                 if worker not in self.workers:
-                    return False
-                self._lose(self._end(id) for id in list(self._tasks.get(worker, ())))
+                    return ()
+                self._lose(self._end_all(worker))
                 del self.workers[worker]
                 self._refresh(worker)
             case Received(sender, version):
                 self.copies[sender] = version
             case TimerFired(name):
                 if self.timers.get(name, inf) > now:  # moved or cleared meanwhile
-                    return False
+                    return ()
                 del self.timers[name]
             case Stepped() | Interrupted():
                 pass
-        return True
+        return (event,)
 
     def apply(self, command: Command) -> Command:
         """Check and apply a command; return the command for the engine."""
@@ -158,8 +173,10 @@ class Ledger:
             case Cancel(id):
                 if id not in self.running:
                     raise self._error(command, "this task is not running")
+                others = self._copies.others(self.running[id])
                 task = self._end(id)
-                self._give_back(task, task.samples * task.work.steps)
+                if not others:
+                    self._give_back(task, task.samples * task.work.steps)
                 self._refresh(task.worker)
             case Discard(id):
                 if id not in self.held:
@@ -195,7 +212,7 @@ class Ledger:
     def restore(self, data: Mapping[str, Any]) -> None:
         """Load saved state; recompute all counts that follow from tasks and results."""
         load_state(self, data)
-        kinds = {"running": Task, "held": Result, "lost": Task}
+        kinds = {"running": Task, "held": Result, "lost": Task, "late": Task}
         for name, kind in kinds.items():
             if not all(isinstance(item, kind) for item in getattr(self, name).values()):
                 raise SchemaError(f"ledger.{name} has values other than {kind.__name__}")
@@ -209,16 +226,20 @@ class Ledger:
             self._results[worker] = self._results.get(worker, 0) + 1
         self.held_shares = sum(result.task.work.shares for result in self.held.values())
         self._shares = sum(self._by_version.values())
+        self._copies = Copies(self.running.values())
 
     def abandon(self) -> None:
         """Remove all workers and mark all unused work as lost, as after a restart."""
+        for group in list(self._copies):
+            for other in group[1:]:  # the first is enough
+                self._end(other.id)
         unused = [*(result.task for result in self.held.values()), *self.running.values()]
         for task in sorted(unused, key=lambda task: task.id):  # no worker failed: no attempt
             if task.work.parts is None:
                 self.lost[task.id] = replace(task, attempt=task.attempt - 1)
         for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
             book.clear()
-        for index in (self.timers, self._results, self._tasks, self._by_version):
+        for index in (self.timers, self.late, self._results, self._tasks, self._by_version):
             index.clear()
         self.held_shares = self._shares = 0
 
@@ -228,32 +249,13 @@ class Ledger:
             raise self._error(command, f"no such worker; present are {_some(self.workers)}")
         id = self.next_task
         if command.redo is not None:
-            before = self.lost.pop(command.redo, None)
-            if before is None:
-                raise self._error(command, "no such task is lost")
-            again = replace(before.work, shares=work.shares)
-            task = Task(id, worker, again, version, self.now, before.samples, before.offset,
-                        before.attempt + 1, before.tile_offsets)  # fmt: skip
+            task = self._again(command, id)
         else:
             samples = self.batch if work.samples is None else work.samples
             if work.tiles is not None:
                 samples = sum(work.tiles.values())
-                if work.parts is not None or min(work.tiles.values(), default=0) < 1:
-                    raise self._error(
-                        command,
-                        "each data shard in tiles= needs at least one sample, and parts= must be "
-                        "None",
-                    )
-                if work.samples not in (None, samples):
-                    raise self._error(
-                        command, f"the data shards in tiles= have {samples} samples together"
-                    )
-            if min(samples, work.steps, work.shares) < 1:
-                raise self._error(command, "a task needs at least one sample, step and share")
-            if work.parts is not None and not all(0 <= j < work.n_parts for j in work.parts):
-                raise self._error(
-                    command, f"the samples have {work.n_parts} parts; use 0 to {work.n_parts - 1}"
-                )
+            if (fault := fault_of(work, samples)) is not None:
+                raise self._error(command, fault)
             tile_offsets: tuple[int, ...] = ()
             if work.tiles is not None:
                 offset, tile_offsets = (
@@ -281,6 +283,53 @@ class Ledger:
         self.free.pop(worker, None)
         return task
 
+    def _again(self, command: Assign, id: TaskId) -> Task:
+        """Return a lost or running task as the new one of another worker, on the same samples."""
+        assert command.redo is not None
+        running = self.running.get(command.redo)
+        before = self.lost.pop(command.redo, running)
+        if before is None:
+            raise self._error(command, "no such task is lost or running")
+        if running is not None and (before.work.parts is not None or self.workers[command.worker]):
+            raise self._error(
+                command, "a running task without parts can be redone, by a worker that has no task"
+            )
+        shares = command.work.shares if running is None else before.work.shares
+        attempt = before.attempt + 1 if running is None else before.attempt
+        copied = None if running is None else running.id
+        task = Task(id, command.worker, replace(before.work, shares=shares), self.version, self.now,
+            before.samples, before.offset, attempt, before.tile_offsets, copied)  # fmt: skip
+        if running is not None:
+            self._copies.add(running, task)
+        return task
+
+    def _overtake(self, event: Finished, others: Sequence[Task]) -> tuple[Event | Cancel, ...]:
+        """End the other tasks on the samples of a result: the newest is cancelled.
+
+        Each older one is overdue. Its worker counts as having left, until it answers.
+        """
+        newest = max(event.task, *(task.id for task in others))
+        news: list[Event | Cancel] = [event]
+        for task in others:
+            self._end(task.id)
+            if task.id == newest:
+                news.insert(0, Cancel(task.id))
+            else:
+                self.late[task.id] = task
+                self._lose(self._end_all(task.worker))
+                del self.workers[task.worker]
+                news.append(Left(task.worker))
+            self._refresh(task.worker)
+        return tuple(news)
+
+    def _end_all(self, worker: WorkerId) -> list[Task]:
+        """End the tasks of a worker; return those whose samples no other task computes."""
+        tasks = [self.running[id] for id in self._tasks.get(worker, ())]
+        alone = [task for task in tasks if not self._copies.others(task)]
+        for task in tasks:
+            self._end(task.id)
+        return alone
+
     def _check_step(self, command: Step) -> None:
         if not command.weights and not command.mix:
             raise self._error(command, "the step uses no result")
@@ -302,6 +351,7 @@ class Ledger:
     def _end(self, id: TaskId) -> Task:
         """Remove a task from the running ones; the caller refreshes its worker."""
         task = self.running.pop(id)
+        self._copies.end(task)
         self.workers[task.worker] -= 1
         del self._tasks[task.worker][id]
         self._shares -= task.work.shares
@@ -313,24 +363,9 @@ class Ledger:
         return task
 
     def _give_back(self, task: Task, samples: int) -> None:
-        """Return a task's unused samples to their tiles (data shards).
-
-        If later samples of a tile were already drawn, mark the whole task as lost instead.
-        """
-        if task.work.tiles is None:
-            return
-        drawn = task.drawn(samples)
-        if all(self._next_in_tile[t] == at + drawn[t] for t, at, _ in task.stretches() if drawn[t]):
-            self._next_in_tile.update((t, at) for t, at, _ in task.stretches() if drawn[t])
-        else:
+        """Return a task's unused samples to their tiles; if that cannot be, the task is lost."""
+        if not give_back(self._next_in_tile, task, samples):
             self.lost[task.id] = replace(task, attempt=task.attempt - 1)  # no worker failed
-
-    def _shorten(self, task: Task, samples: int) -> None:
-        """Return the samples that were not computed in time to their tiles."""
-        drawn = task.drawn(samples)
-        for tile, offset, whole in task.stretches():
-            if self._next_in_tile[tile] == offset + whole:
-                self._next_in_tile[tile] = offset + drawn[tile]
 
     def _lose(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
@@ -358,19 +393,6 @@ class Ledger:
 
     def _error(self, command: Command, why: str) -> PolicyError:
         return PolicyError(f"{command} at t={self.now:g}: {why}")
-
-
-def distinct_samples(results: Iterable[Result]) -> int:
-    """Count the samples of results; a part that several workers computed counts once."""
-    parts: dict[int, int] = {}
-    shared = 0
-    for result in results:
-        task = result.task
-        if task.work.parts is None:
-            shared += result.samples
-        else:
-            parts.update((index, task.part(index)[1]) for index in task.work.parts)
-    return shared + sum(parts.values())
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from paceline.core.protocol import Command, Event, Prices, View, Want, Work
+from paceline.core.protocol import (
+    Command,
+    Event,
+    Prices,
+    Task,
+    View,
+    Want,
+    Work,
+    WorkerId,
+)
 from paceline.core.state import describe
 
 
@@ -64,6 +73,10 @@ class Policy(ABC):
         A policy that assigns parts of the batch returns work with parts.
         """
         return ()
+
+    def may_redo(self, worker: WorkerId, task: Task) -> bool:
+        """Return whether a worker can compute the samples of another worker's task."""
+        return task.work.tiles is None
 
     def results_per_step(self, workers: int) -> int:
         """Return the expected number of results that a step averages."""
@@ -133,6 +146,9 @@ class Wrapper(Policy):
 
     def works(self) -> Sequence[Work]:
         return self.inner.works()
+
+    def may_redo(self, worker: WorkerId, task: Task) -> bool:
+        return self.inner.may_redo(worker, task)
 
     def results_per_step(self, workers: int) -> int:
         return self.inner.results_per_step(workers)

@@ -81,6 +81,7 @@ class Task:
     offset: int  # of its first sample in the data stream
     attempt: int = 1  # above 1: the previous worker of this task was lost
     tile_offsets: tuple[int, ...] = ()  # for each tile, the offset in the tile's own stream
+    copy_of: TaskId | None = None  # the overdue task on the same samples, which also runs
 
     def part(self, index: int) -> tuple[int, int]:
         """Return a part's offset in the data stream and its number of samples."""
@@ -279,7 +280,9 @@ class Assign:
     """Give a worker something to compute at the current version.
 
     With `redo`, the worker recomputes that lost task on the same samples, and the task counts as
-    `work.shares` shares of this step.
+    `work.shares` shares of this step. A running task that is overdue can be redone too, by an idle
+    worker. The first result counts. If it is the new task's, the old one's worker counts as having
+    left until it answers, and then joins again.
     """
 
     worker: WorkerId
@@ -419,6 +422,10 @@ class View(Protocol):
     @property
     def lost(self) -> Mapping[TaskId, Task]:
         """Tasks whose worker left; `Assign(redo=…)` assigns them again."""
+
+    @property
+    def late(self) -> Mapping[TaskId, Task]:
+        """Overdue tasks whose samples others computed; their workers are back when they answer."""
 
     @property
     def copies(self) -> Mapping[WorkerId, int]:

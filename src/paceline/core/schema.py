@@ -32,6 +32,7 @@ class Schema:
     values: the plain data to save: name in the file -> field of the object. A class with
         `state_dict` and `load_state_dict` converts its values itself, and only the names count.
     parts: the inner objects that have their own state: name in the file -> field.
+    added: values that older files of this version lack. They are saved if they are not empty.
 
     >>> class Counter:
     ...     schema = Schema("counter", 1, {"count": "_count"})
@@ -45,6 +46,7 @@ class Schema:
     version: int = 1
     values: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
+    added: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -62,6 +64,8 @@ def save_state(thing: Any) -> dict[str, Any]:
     schema = schema_of(thing)
     parts = {name: _save_part(getattr(thing, of)) for name, of in schema.parts.items()}
     state = _values(thing, schema)
+    more = {name: getattr(thing, of) for name, of in schema.added.items()}
+    state |= {name: encode(value) for name, value in more.items() if value}
     return {"schema": schema.name, "version": schema.version, "state": {**state, **parts}}
 
 
@@ -70,6 +74,8 @@ def load_state(thing: Any, data: Any) -> None:
     schema = schema_of(thing)
     state = _opened(schema, data)
     own = type(thing)
+    there = {name: of for name, of in schema.added.items() if name in state}
+    schema = dataclasses.replace(schema, values={**schema.values, **there})
     if not _is_declared(own):  # the class holds the default of a field that is set later
         later = {n: n for n in state if n not in schema.names and _is_default(own, n)}
         schema = dataclasses.replace(schema, values={**schema.values, **later})

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.copies import samples_of
 from paceline.core.protocol import Task, WorkerId
 from paceline.learners.base import Array
 
@@ -144,11 +145,6 @@ class ResultCheck:
         parts must fail again, since each part may fail by itself.
         """
         return bool(self._refused.add(task))
-
-
-def samples_of(task: Task) -> tuple[object, ...]:
-    """Return a key of the samples that a task computes: equal keys mean the same samples."""
-    return task.offset, *task.stretches(), *sorted(task.work.parts or ())
 
 
 NOT_FINITE = "it is not finite"

@@ -1,4 +1,5 @@
 from . import selection as selection
+from .backups import Backups as Backups
 from .choosers import GrowOnNoise as GrowOnNoise
 from .choosers import GrowWhenStationary as GrowWhenStationary
 from .choosers import Schedule as Schedule

@@ -211,6 +211,11 @@ class Gather(Policy):
     def works(self) -> tuple[Work, ...]:
         return (self.work,) if isinstance(self.work, Work) else ()
 
+    def may_redo(self, worker: WorkerId, task: Task) -> bool:
+        if self.placement is None:
+            return super().may_redo(worker, task)
+        return self.placement.redo(worker, {task.id: task}) is not None
+
     def results_per_step(self, workers: int) -> int:
         return self.k if isinstance(self.k, int) else workers
 
@@ -242,7 +247,8 @@ class Gather(Policy):
         if view.version != self._round or not self._quota:
             match self.k:
                 case None:
-                    quota = len(view.workers)
+                    # A worker that is late for a moment does not change how a batch is divided.
+                    quota = len(view.workers) + len(view.late)
                 case int(number):
                     quota = number
                 case chooser:

@@ -15,6 +15,8 @@ from paceline.core.protocol import (
     Left,
     SetTimer,
     Stop,
+    Task,
+    TaskId,
     TimerFired,
     View,
     WorkerId,
@@ -103,6 +105,9 @@ class OnlyWorkers(Wrapper):
     def results_per_step(self, workers: int) -> int:
         return super().results_per_step(len(self.workers))
 
+    def may_redo(self, worker: WorkerId, task: Task) -> bool:
+        return worker in self.workers and super().may_redo(worker, task)
+
     def react(self, view: View, event: Event) -> Iterator[Command]:
         part = _Part(view, self.workers)
         if isinstance(event, Joined | Left) and event.worker not in self.workers:
@@ -124,6 +129,10 @@ class _Part:
     @property
     def workers(self) -> list[WorkerId]:
         return [worker for worker in self._view.workers if worker in self._known]
+
+    @property
+    def late(self) -> dict[TaskId, Task]:
+        return {id: t for id, t in self._view.late.items() if t.worker in self._known}
 
     @property
     def idle(self) -> list[WorkerId]:

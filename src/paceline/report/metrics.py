@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from paceline.core.averages import mean_loss
 from paceline.core.journal import Entry, Header
-from paceline.core.ledger import Ledger, distinct_samples
+from paceline.core.ledger import Ledger
+from paceline.core.positions import distinct_samples
 from paceline.core.protocol import (
     Cancel,
     Discard,
@@ -169,7 +170,7 @@ class Meter:
         self.started += 1
         tally.started += 1
         self._carry(worker, tally, down, 0)
-        if task.attempt > 1:
+        if task.attempt > 1 or task.copy_of is not None:
             self.redone += 1
         else:
             self.samples_started += task.computed

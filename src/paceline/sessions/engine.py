@@ -74,6 +74,8 @@ class Sessions(Ray):
     def _make_cluster(self) -> Cluster:
         return SeatCluster(self._seats)
 
+    _learns_timeouts = False  # a loop of the user's may evaluate for minutes
+
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         made = super()._make_job(job, pool)
 

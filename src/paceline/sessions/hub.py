@@ -235,6 +235,7 @@ class Hub:
             placement=given.placement,
             codec=given.codec,
             model_codec=given.model_codec,
+            backups=False,  # a loop that evaluates for minutes is not overdue
         )
         if (self._resumed or given.resume) and given.checkpoints is not None:
             trainer.resume(given.checkpoints, missing_ok=True)

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from hypothesis import strategies as st
 
 from paceline.core.coordinator import Coordinator
+from paceline.core.copies import samples_of
 from paceline.core.ledger import Ledger
 from paceline.core.policy import Policy
 from paceline.core.protocol import (
@@ -26,6 +27,7 @@ from paceline.core.protocol import (
     Stepped,
     Task,
     TimerFired,
+    WorkerId,
 )
 
 Kind: TypeAlias = Literal["join", "leave", "finish", "late", "step", "timer"]
@@ -78,10 +80,10 @@ class History:
     def _event(move: Move, ledger: Ledger, past: list[Task], stepped: deque[int]) -> Event | None:
         which, name = move.which, f"w{move.which}"
         match move.kind:
-            case "join" if name not in ledger.workers:
+            case "join" if name not in {*ledger.workers, *_late(ledger)}:
                 return Joined(name)
-            case "leave" if ledger.workers:
-                return Left(list(ledger.workers)[which % len(ledger.workers)])
+            case "leave" if there := [*ledger.workers, *_late(ledger)]:
+                return Left(there[which % len(there)])
             case "finish" if ledger.running:
                 task = list(ledger.running.values())[which % len(ledger.running)]
                 samples = task.samples * task.work.steps
@@ -124,12 +126,25 @@ def check_books(ledger: Ledger) -> None:
     assert not ledger.held.keys() & ledger.running.keys()
     assert not ledger.lost.keys() & (ledger.held.keys() | ledger.running.keys())
     assert ledger.held_shares == sum(result.task.work.shares for result in ledger.held.values())
+    assert not ledger.late.keys() & ledger.running.keys()
+    assert not set(_late(ledger)) & set(ledger.workers)
+    used = [samples_of(r.task) for r in ledger.held.values() if r.samples and not r.task.work.parts]
+    assert len(set(used)) == len(used)
     running = list(ledger.running.values())
+    assert not set(used) & {samples_of(task) for task in running}
     versions = [task.version for task in running]
     assert versions == sorted(versions)
     for delay in (0, 1, 3, inf):
-        fresh = sum(task.work.shares for task in running if ledger.staleness(task) <= delay)
-        assert ledger.outstanding(delay) == fresh
+        fresh = {
+            task.id if task.work.parts else samples_of(task): task.work.shares
+            for task in running
+            if ledger.staleness(task) <= delay
+        }
+        assert ledger.outstanding(delay) == sum(fresh.values())
+
+
+def _late(ledger: Ledger) -> list[WorkerId]:
+    return [task.worker for task in ledger.late.values()]
 
 
 def _stats(number: int) -> Stats:

@@ -20,7 +20,6 @@ from paceline.core.protocol import MAIN, Interrupted, Step, Want, WorkerId
 from paceline.core.schema import load_state, save_state
 from paceline.core.state import describe
 from paceline.learners.base import Saved, Server
-from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.callbacks import FAILED, Callback, Live, Progress, progress_of
 from paceline.report.metrics import Meter
 from paceline.training.checkpoint import Snapshot
@@ -77,8 +76,8 @@ class Fit:
         self._saving = Saving(settings, self._server, start.saved)
         held = 0 if start.is_under_way else settings.min_workers
         self._policy = copy.deepcopy(settings.policy)  # the user's policy stays unchanged
-        self._ends = Until(MinWorkers(held, self._policy), **ends)
-        self._recipe = Until(MinWorkers(held, settings.policy), **ends)
+        self._ends = settings.driven(self._policy, ends, held)
+        self._recipe = settings.driven(settings.policy, ends, held)
         self._coordinator = self._make_coordinator()
         header, path = self._coordinator.journal.header, self._coordinator.journal.path
         self._meter = Meter.begin(header, None if path is None else path.parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import count
@@ -21,8 +21,10 @@ from paceline.engines.base import Job, TrainingEngine
 from paceline.learners.arrays import TimingOnly
 from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust, RobustServer
+from paceline.policies.backups import Backups
 from paceline.policies.named import written
 from paceline.policies.placement.base import Placement
+from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.callbacks import Callback, ProgressLine
 from paceline.report.live import LiveView
 from paceline.training.checkpoint import Checkpoints
@@ -56,6 +58,7 @@ class Given:
     robust: Robust | None
     on_not_finite: Literal["stop", "skip"]
     skip_limit: int
+    backups: bool | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,16 @@ class Settings:
         """The number of workers that must have joined before training begins."""
         given = self.given.min_workers
         return self.engine.size if given is None else given
+
+    def driven(self, policy: Policy, ends: Mapping[str, float], wait: int) -> Until:
+        """Return a policy as a run drives it: it begins with `wait` workers, and ends.
+
+        In the simulator overdue tasks are not redone by default, as in the literature.
+        """
+        wished, inner = self.given.backups, policy
+        if wished or (wished is None and not self.engine.is_exact):
+            inner = policy if isinstance(policy, Backups) else Backups(policy)
+        return Until(MinWorkers(wait, inner), **ends)
 
     @property
     def has_arithmetic(self) -> bool:

@@ -64,6 +64,8 @@ class Trainer:
         samples are listed as skipped in `run.samples()`, and the step takes other samples in their
         place.
     skip_limit: the number of results in a row that may be skipped before the run ends.
+    backups: whether an idle worker redoes a task that is overdue, so that the first result counts;
+        see `policies.Backups`. By default on real machines, and not in the simulator.
     robust: replaces the mean of the results, so that a few wrong results cannot spoil a step:
         `TrimmedMean(1)`, `MultiKrum(1)`, `CenteredClip(radius)`.
     """
@@ -88,6 +90,7 @@ class Trainer:
         robust: Robust | None = None,
         on_not_finite: Literal["stop", "skip"] = "stop",
         skip_limit: int = 10,
+        backups: bool | None = None,
     ) -> None:
         check_arguments(learner, policy, engine)
         self._given = Given(
@@ -107,6 +110,7 @@ class Trainer:
             robust=robust,
             on_not_finite=on_not_finite,
             skip_limit=skip_limit,
+            backups=backups,
         )
         self._start = Start()
         self._server: Server | None = None  # holds the initial model, for the first run

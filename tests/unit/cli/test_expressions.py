@@ -61,7 +61,7 @@ def test_codecs_are_built() -> None:
         ("k_sync({**{}})", "use numbers, strings, lists"),
         ("k_sync(k := 2)", "use numbers, strings, lists"),
         ("(lambda: k_sync(2))()", "is not a call"),
-        ("eval('1')", "'eval' is unknown; known are Deadline"),
+        ("eval('1')", "'eval' is unknown; known are Backups"),
         ("Trainer()", "'Trainer' is unknown"),
         ("Int8()", "'Int8' is unknown"),  # known, and no policy
         ("k_sync", "lacks its arguments"),

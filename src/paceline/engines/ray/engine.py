@@ -34,8 +34,9 @@ class Ray:
 
     address: of a running cluster; by default the one this process is connected to, or else a
         new one on this machine alone.
-    timeout: seconds a task may take. A worker silent for longer (Ray does not report a paused
-        process) is killed and counts as lost.
+    timeout: seconds a task may take at most. A worker silent for longer (Ray does not report a
+        paused process) is killed and counts as lost. Once response times are known, so is one
+        that is silent for 20 times the longest of them, and for a minute.
     start_timeout: seconds a worker may take to come up once its process exists. A worker waits
         without a limit while no node has room for it.
     respawns: restarts in a row of one worker; a result of the worker resets the count.
@@ -96,8 +97,10 @@ class Ray:
     def _make_cluster(self) -> Cluster:
         return Cluster(self._allow_insecure)
 
+    _learns_timeouts = True
+
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
-        timeouts = Timeouts(self._timeout, self._start_timeout)
+        timeouts = Timeouts(self._timeout, self._start_timeout, self._learns_timeouts)
         return RayJob(job, pool, self._calls, self._events, timeouts, self._secret)
 
     def _clear(self) -> None:

@@ -42,6 +42,7 @@ from paceline.engines.base import Job
 from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.failures import Raised, reason_of
+from paceline.engines.ray.patience import Patience
 from paceline.engines.ray.pool import Member, Pool
 from paceline.engines.ray.reducer import Model, Reducer
 from paceline.engines.ray.worker import Answer, Token, read
@@ -67,10 +68,14 @@ class _Order:
 
 
 class Timeouts(NamedTuple):
-    """Seconds that a task may take, and that a worker may take to come up."""
+    """Seconds that a task may take, and that a worker may take to come up.
+
+    learned: whether a task may take less, once the usual response times are known.
+    """
 
     task: float
     start: float
+    learned: bool = True
 
 
 class RayJob:
@@ -94,6 +99,7 @@ class RayJob:
     ) -> None:
         self._job, self._pool, self._calls, self._events = job, pool, calls, events
         self._timeouts, self._secret = timeouts, secret
+        self._patience = Patience(timeouts.task, timeouts.learned)
         self._run = uuid.uuid4().hex
         self._version = job.steps
         self._opened, self._has_joined = pool.cluster.clock(), False  # whether any worker has
@@ -199,17 +205,18 @@ class RayJob:
         member.busy = token
         again = order.attempts > 0
         reply = self.reducer.dispatch(member, token, task, order.model, again)
+        patience, member.sent_at = self._patience.of(member.proven), self._pool.cluster.clock()
         member.call = self._calls.add(
             reply,
-            self._timeouts.task,
+            patience,
             partial(self._finished, member),
-            partial(self._overdue, member, order),
+            partial(self._overdue, member, order, patience),
         )
 
-    def _overdue(self, member: Member, order: _Order) -> bool:
+    def _overdue(self, member: Member, order: _Order, patience: float) -> bool:
         if not order.model.whole and not self._homeless:
             return True  # it waits for a server, whose call has its own deadline
-        self._lose(member, f"it did not finish task {order.task.id} in {self._timeouts.task:g} s")
+        self._lose(member, f"it did not finish task {order.task.id} in {patience:g} s")
         return False
 
     def _cancel(self, id: int) -> None:
@@ -294,7 +301,8 @@ class RayJob:
                 return self._refuse(member, order.task, fault)
             else:
                 self._skipping.finite(member.name)
-        member.busy = None
+        member.busy, member.proven = None, True
+        self._patience.learn(self._pool.cluster.clock() - member.sent_at)
         self._orders.pop(id, None)
         self._pool.trust(member.name)
         if answer.sent is not None:

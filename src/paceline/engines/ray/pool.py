@@ -40,6 +40,8 @@ class Member:
     placed: bool = False  # whether its process existed at its first overdue check
     call: Call | None = None  # the call whose answer is awaited
     busy: Token | None = None  # the task that it computes, cancelled or not
+    sent_at: float = 0.0  # when it got that task
+    proven: bool = False  # whether it has answered a task of this job
     waiting: deque[TaskId] = field(default_factory=deque)
     model_version: int | None = None  # the version of the public copy of the model that it has
     model_bytes: int | None = None  # bytes of its last model, if it came encoded
@@ -49,7 +51,7 @@ class Member:
 
     def reset(self) -> None:
         """Forget the job that has ended; the process stays."""
-        self.busy, self.joined, self.call = None, False, None
+        self.busy, self.joined, self.call, self.proven = None, False, None, False
         self.model_version, self.model_bytes, self.refunds = None, None, []
         self.waiting.clear()
         self.released, self.pushes = deque(), True

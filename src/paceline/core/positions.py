@@ -1,0 +1,56 @@
+"""Samples of tasks: what work may ask for, and the next positions in the streams of tiles.
+
+A tile is a data shard with its own stream of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+
+from paceline.core.protocol import Result, Task, Work
+
+
+def fault_of(work: Work, samples: int) -> str | None:
+    """Return why no task can do a work with so many samples; None if one can."""
+    if work.tiles is not None:
+        if work.parts is not None or min(work.tiles.values(), default=0) < 1:
+            return "each data shard in tiles= needs at least one sample, and parts= must be None"
+        if work.samples not in (None, samples):
+            return f"the data shards in tiles= have {samples} samples together"
+    if min(samples, work.steps, work.shares) < 1:
+        return "a task needs at least one sample, step and share"
+    if work.parts is not None and not all(0 <= j < work.n_parts for j in work.parts):
+        return f"the samples have {work.n_parts} parts; use 0 to {work.n_parts - 1}"
+    return None
+
+
+def give_back(next_in_tile: MutableMapping[int, int], task: Task, samples: int) -> bool:
+    """Return a task's unused samples to their tiles; False if later ones were drawn already."""
+    if task.work.tiles is None:
+        return True
+    drawn = task.drawn(samples)
+    if any(next_in_tile[t] != at + drawn[t] for t, at, _ in task.stretches() if drawn[t]):
+        return False
+    next_in_tile.update((t, at) for t, at, _ in task.stretches() if drawn[t])
+    return True
+
+
+def shorten(next_in_tile: MutableMapping[int, int], task: Task, samples: int) -> None:
+    """Return the samples that were not computed in time to their tiles."""
+    drawn = task.drawn(samples)
+    for tile, offset, whole in task.stretches():
+        if next_in_tile[tile] == offset + whole:
+            next_in_tile[tile] = offset + drawn[tile]
+
+
+def distinct_samples(results: Iterable[Result]) -> int:
+    """Count the samples of results; a part that several workers computed counts once."""
+    parts: dict[int, int] = {}
+    shared = 0
+    for result in results:
+        task = result.task
+        if task.work.parts is None:
+            shared += result.samples
+        else:
+            parts.update((index, task.part(index)[1]) for index in task.work.parts)
+    return shared + sum(parts.values())
