@@ -23,6 +23,7 @@ from paceline.core.protocol import (
     Cancel,
     Command,
     Discard,
+    Evaluated,
     Event,
     Finished,
     Interrupted,
@@ -161,6 +162,8 @@ class Ledger:
                 if self.timers.get(name, inf) > now:  # moved or cleared meanwhile
                     return ()
                 del self.timers[name]
+            case Evaluated():
+                return False
             case Stepped() | Interrupted():
                 pass
         return (event,)

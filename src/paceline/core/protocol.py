@@ -269,7 +269,18 @@ class Interrupted:
     reason: str
 
 
-Event: TypeAlias = Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A callback evaluated the model of a step. It is recorded, and policies do not see it."""
+
+    step: int
+    metrics: Mapping[str, float]
+    mode: Literal["min", "max"] = "min"  # whether the smallest or largest first metric is best
+
+
+Event: TypeAlias = (
+    Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted | Evaluated
+)
 
 
 # --- commands: policy -> engine ------------------------------------------------------------------

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Self
 
 from paceline.core.journal import Entry, Header
-from paceline.core.protocol import Finished, Joined, Left, Peer, Send, WorkerId
+from paceline.core.protocol import Evaluated, Finished, Joined, Left, Peer, Send, WorkerId
 from paceline.report.columns import Columns
+from paceline.report.evaluations import Evaluation
 from paceline.report.html.collect import Meters, OneMeter
 from paceline.report.metrics import KINDS, TOTALS, Meter
 from paceline.report.text import in_bytes
@@ -91,6 +92,8 @@ class GossipMeters:
         meter.observe(entry)
         for name in _ADDED:
             setattr(total, name, getattr(total, name) + getattr(meter, name) - before[name])
+        if isinstance(entry.event, Evaluated):
+            total.evaluations.append(self._evaluation(entry.event))
         if meter.version == before["version"]:
             return False
         row = {name: values[-1] for name, values in meter.columns.items()}
@@ -102,6 +105,13 @@ class GossipMeters:
         total.weigh(meter.last_weights)
         total.last_loss = meter.last_loss
         return True
+
+    def _evaluation(self, event: Evaluated) -> Evaluation:
+        """Return an evaluation of the mean model; a step is one of each node."""
+        seconds = self.total.columns["seconds"]
+        place = min(event.step * len(self.nodes), len(seconds)) - 1
+        at = seconds[place] if seconds else 0.0
+        return Evaluation(event.step, at, event.metrics, event.mode)
 
     def close(self) -> None:
         """Release the files of all meters, as `Meter.close`."""

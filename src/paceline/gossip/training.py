@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.journal import Header, Journal
-from paceline.core.protocol import Peer, Prices, WorkerId
+from paceline.core.journal import Entry, Header, Journal
+from paceline.core.protocol import Evaluated, Peer, Prices, WorkerId
 from paceline.core.state import describe
 from paceline.data.partition import even
 from paceline.data.partition.base import Partition
@@ -106,6 +106,7 @@ class GossipTraining:
         begun: a callback for the start of the engine.
         """
         reason: str | None = None
+        progress: Progress | None = None
         nodes, examples = len(self.journals), self._learner.examples
         with contextlib.ExitStack() as finally_:
             finally_.callback(self.meter.close)
@@ -124,7 +125,12 @@ class GossipTraining:
                 total = self.meter.total
                 if total.version % nodes == 0:
                     progress = progress_of(
-                        total, examples, nodes, lambda: self._mean(engine.vectors()), reasons.append
+                        total,
+                        examples,
+                        nodes,
+                        lambda: self._mean(engine.vectors()),
+                        reasons.append,
+                        self._record,
                     )
                     progress = replace(
                         progress,
@@ -140,8 +146,17 @@ class GossipTraining:
                 reason = reason or (reasons[0] if reasons else None)
                 if reason is not None:
                     engine.stop(reason)
+            for callback in callbacks if progress is not None else ():
+                callback.ending(progress)
             self._vectors = engine.vectors()
         return engine.reason or "all nodes have stopped"
+
+    def _record(self, event: Evaluated) -> None:
+        """Write an evaluation of the mean model into the journal of the first node."""
+        node, journal = next(iter(self.journals.items()))
+        entry = Entry(self.meter.nodes[node].now, event, ())
+        journal.append(entry)
+        self.meter.observe(node, entry)
 
     def models(self) -> dict[WorkerId, Any]:
         """Return the model of every node that was connected at the end."""

@@ -12,7 +12,8 @@ from math import nan
 from typing import Any, TextIO
 
 from paceline.core.journal import Header
-from paceline.core.protocol import WorkerId
+from paceline.core.protocol import Evaluated, WorkerId
+from paceline.report.evaluations import Metrics, Mode
 from paceline.report.metrics import Meter
 from paceline.report.text import throughput
 from paceline.report.workers import Tally, in_order
@@ -45,6 +46,7 @@ class Progress:
     dollars: float  # 0.0 without prices
     _model: Callable[[], Any]
     _stop: Callable[[str], None]
+    _record: Callable[[Evaluated], None] = lambda event: None
 
     def model(self) -> Any:
         """Return a copy of the model as it is now, for evaluation."""
@@ -53,6 +55,17 @@ class Progress:
     def stop(self, reason: str) -> None:
         """End the run after this step."""
         self._stop(reason)
+
+    def evaluated(self, metrics: Metrics, step: int | None = None, mode: Mode = "min") -> None:
+        """Record metrics of the model in the journal, from which summary and report have them.
+
+        step: the step whose model was evaluated; None: this one.
+        mode: whether the smallest or the largest value of the first metric is best.
+        """
+        plain = {str(name): float(value) for name, value in metrics.items()}
+        if not plain:
+            raise ValueError("evaluated() was given no metric; give at least one number by name")
+        self._record(Evaluated(self.step if step is None else step, plain, mode))
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,9 @@ class Callback:
     def started(self, live: Live) -> None: ...
 
     def stepped(self, progress: Progress) -> None: ...
+
+    def ending(self, progress: Progress) -> None:
+        """Called after the last step, before the last checkpoint, unless an error ends the run."""
 
     def ended(self, reason: str) -> None: ...
 
@@ -182,6 +198,7 @@ def progress_of(
     workers: int,
     model: Callable[[], Any],
     stop: Callable[[str], None],
+    record: Callable[[Evaluated], None],
 ) -> Progress:
     """Return the progress after the newest step."""
     columns = meter.columns
@@ -203,6 +220,7 @@ def progress_of(
         dollars=meter.dollars,
         _model=model,
         _stop=stop,
+        _record=record,
     )
 
 

@@ -87,6 +87,9 @@ def glance(
     figures["seconds"] = in_seconds(now) if workers else "–"
     losses = _recent(columns["loss"], nodes)
     figures["loss"] = f"{losses[-1]:.4g}" if losses else "–"
+    if meter.evaluations:
+        name, value = meter.evaluations[-1].first
+        figures[f"evaluated {name}"] = f"{value:.4g}"
     figures["waiting"] = f"{meter.waiting:.0%}"
     figures["samples/s"] = in_short(throughput(meter))
     if meter.priced:

@@ -19,6 +19,7 @@ from paceline.core.positions import distinct_samples
 from paceline.core.protocol import (
     Cancel,
     Discard,
+    Evaluated,
     Finished,
     Joined,
     Left,
@@ -32,6 +33,7 @@ from paceline.core.protocol import (
     magnitude,
 )
 from paceline.report.columns import Columns, Kind
+from paceline.report.evaluations import Evaluation, timed
 from paceline.report.workers import Fate, Span, Tally
 
 TOTALS = ("started", "wasted", "busy_seconds", "down_bytes", "up_bytes", "dollars")
@@ -85,6 +87,7 @@ class Meter:
     last_weights: dict[int, float] = field(default_factory=dict)  # of each tile in the last step
     last_loss: float | None = None  # of the last step that reported one; may be nan
     columns: Columns = field(default_factory=lambda: Columns(KINDS))
+    evaluations: list[Evaluation] = field(default_factory=list)
     priced: bool = field(init=False)  # whether anything costs anything
     _now: float = 0.0
     _rate: float = 0.0  # dollars per second of all workers that are paid now
@@ -135,6 +138,8 @@ class Meter:
             self._finish(event, now)
         elif isinstance(event, Joined | Left):
             self._come_or_go(event, now)
+        elif isinstance(event, Evaluated):
+            self.evaluations.append(timed(event, self.columns, now))
         for command in commands:
             if isinstance(command, Start):
                 self._send_out(command.task)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any
 
+from paceline.report.evaluations import evaluations_line
 from paceline.report.metrics import Meter
 
 _SHOWN = 0.01  # of the workers' time; the summary reports waits for the driver from this share on
@@ -46,6 +47,8 @@ def summary(meter: Meter, reason: str, batch: int, nodes: int | None = None) -> 
         f"{meter.redone} done again)",
         f"  waiting   {meter.waiting:.0%} of the workers' time{driver}{stale}",
     ]
+    if meter.evaluations:
+        lines.append(evaluations_line(meter.evaluations))
     if meter.samples_skipped:
         lines.append(f"  skipped   {meter.samples_skipped} samples, whose results were not finite")
     if meter.states_lost:

@@ -5,30 +5,19 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isnan
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.checks import check_whole
 from paceline.core.logs import logger_of
 from paceline.report.callbacks import Callback, Live, Progress
+from paceline.report.evaluations import Evaluation, Metrics, Mode
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.learners.average import MovingAverage
 
 logger = logger_of(__name__)
 
-Metrics: TypeAlias = Mapping[str, float]
 _PATIENCE = 600.0  # seconds that the end of a run waits for an evaluation
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The metrics of a model: after which step, and how long into the run."""
-
-    step: int
-    seconds: float
-    metrics: Metrics
 
 
 class Evaluate(Callback):
@@ -46,6 +35,8 @@ class Evaluate(Callback):
         those that fall due meanwhile are left out. Early stopping then comes some steps late.
     log: is called with the step and the metrics by name, such as `tracker.log`.
 
+    The metrics are in the journal, and so in `run.summary()` and in the report.
+
     A checkpoint does not contain the average, nor what was best.
     """
 
@@ -54,7 +45,7 @@ class Evaluate(Callback):
         function: Callable[[Any], float | Metrics],
         every: int = 100,
         *,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "min",
         patience: int | None = None,
         average: float | None = None,
         average_every: int = 1,
@@ -86,6 +77,7 @@ class Evaluate(Callback):
         self.best: Evaluation | None = None
         self.best_model: Any = None
         self._bad = 0  # evaluations since the best
+        self._untold: list[Evaluation] = []  # not in the journal yet
         self._averaged = self._new_average()
         self._error: Exception | None = None
 
@@ -101,6 +93,7 @@ class Evaluate(Callback):
 
     def stepped(self, progress: Progress) -> None:
         self._raise()
+        self._tell(progress)
         if self._averaged is not None and progress.step % self._average_every == 0:
             self._averaged.update(progress.model())
         with self._lock:
@@ -109,16 +102,33 @@ class Evaluate(Callback):
             progress.stop(f"no better evaluation in {self._patience}")
         elif progress.step % self._every == 0:
             self._begin(progress)
+            self._tell(progress)
             if not self._background and self._patience is not None and self._bad >= self._patience:
                 progress.stop(f"no better evaluation in {self._patience}")
 
+    def ending(self, progress: Progress) -> None:
+        self._join()
+        self._raise()
+        self._tell(progress)
+
     def ended(self, reason: str) -> None:
+        self._join()
+        self._raise()
+
+    def _tell(self, progress: Progress) -> None:
+        """Record the evaluations that are done. Only the driver's thread may write the journal."""
+        with self._lock:
+            done, self._untold = self._untold, []
+        for each in done:
+            progress.evaluated(each.metrics, each.step, each.mode)
+
+    def _join(self) -> None:
+        """Wait for the evaluation in its thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout=_PATIENCE)
             if thread.is_alive():
                 logger.warning("an evaluation still ran %g s after the run's end", _PATIENCE)
-        self._raise()
 
     def _raise(self) -> None:
         """Raise what the function raised in its thread."""
@@ -154,20 +164,14 @@ class Evaluate(Callback):
         metrics = {name: float(value) for name, value in metrics.items()}
         if not metrics:
             raise ValueError("the function of Evaluate returned no number; return at least one")
-        done = Evaluation(step, seconds, metrics)
+        done = Evaluation(step, seconds, metrics, self._mode)
         with self._lock:
             self.history.append(done)
-            if self._is_better(done):
+            self._untold.append(done)
+            if done.is_better(self.best):
                 self.best, self.best_model, self._bad = done, model, 0
             else:
                 self._bad += 1
         logger.info("step %d: %s", step, ", ".join(f"{n} {v:g}" for n, v in metrics.items()))
         if self._log is not None:
             self._log(step, metrics)
-
-    def _is_better(self, done: Evaluation) -> bool:
-        new = next(iter(done.metrics.values()))
-        if self.best is None or isnan(new):
-            return not isnan(new)
-        old = next(iter(self.best.metrics.values()))
-        return new < old if self._mode == "min" else new > old

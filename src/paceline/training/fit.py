@@ -16,7 +16,7 @@ from paceline.core.coordinator import Coordinator, drive
 from paceline.core.errors import CheckpointError, Terminated
 from paceline.core.journal import Header, Journal
 from paceline.core.logs import logger_of, tell_left_out
-from paceline.core.protocol import MAIN, Interrupted, Step, Want, WorkerId
+from paceline.core.protocol import MAIN, Evaluated, Interrupted, Step, Want, WorkerId
 from paceline.core.schema import load_state, save_state
 from paceline.core.state import describe
 from paceline.learners.base import Saved, Server
@@ -72,6 +72,7 @@ class Fit:
         self._snapshot = start.snapshot
         # A resumed run loads a new server, so that the arrays of its snapshot never change.
         fresh = server if start.snapshot is None else None
+        self._progress: Progress | None = None  # after the newest step
         self._server = start.server(settings) if fresh is None else fresh
         self._saving = Saving(settings, self._server, start.saved)
         held = 0 if start.is_under_way else settings.min_workers
@@ -116,6 +117,7 @@ class Fit:
                 with signals(engine.interrupt, caught):
                     self._saving.open()
                     self._drive()
+                    self._end()
                     self._saving.finish()
                     self._snapshot = self._take()
                     ended.text = ledger.stopped or "unknown"
@@ -166,8 +168,8 @@ class Fit:
             saving.advance()
             if not any(isinstance(command, Step) for command in entry.commands):
                 continue
-            progress = progress_of(
-                meter, examples, len(ledger.workers), self._model, self._stop
+            progress = self._progress = progress_of(
+                meter, examples, len(ledger.workers), self._model, self._stop, self._record
             )  # fmt: skip
             for callback in self._callbacks:
                 callback.stepped(progress)
@@ -182,6 +184,16 @@ class Fit:
     def _stop(self, reason: str) -> None:
         now = max(self._settings.engine.now(), self._coordinator.ledger.now)
         self._meter.observe(self._coordinator.handle(now, Interrupted(reason)))
+
+    def _record(self, event: Evaluated) -> None:
+        """Write an event into the journal that the policy does not see."""
+        ledger = self._coordinator.ledger
+        self._meter.observe(self._coordinator.handle(ledger.now, event))
+
+    def _end(self) -> None:
+        """Tell callbacks that no step follows."""
+        for callback in self._callbacks if self._progress is not None else ():
+            callback.ending(self._progress)
 
     def _is_sound(self) -> bool:
         """Return whether the last loss is finite; a model with another loss is not saved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from paceline.gossip.metrics import meters_of
 from paceline.policies.placement.base import BySpeed
 from paceline.policies.placement.tiles import Placed
 from paceline.report.callbacks import Live
+from paceline.report.evaluations import Evaluation
 from paceline.report.glance import as_html
 from paceline.report.live import look
 from paceline.report.metrics import Meter
@@ -67,6 +68,11 @@ class Run:
     @property
     def seconds(self) -> float:
         return float(self.metrics["seconds"][-1]) if len(self.metrics["seconds"]) else 0.0
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """The evaluations that callbacks recorded: step, seconds and metrics of each."""
+        return tuple(self.meter.evaluations)
 
     def summary(self) -> str:
         """Return a few lines on the work that was done, used and wasted, and on its cost."""

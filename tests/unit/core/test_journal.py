@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.journal import Entry, Header, Journal, dump_entry, parse_entry, read_entries
+from paceline.core.journal import (
+    Entry,
+    Header,
+    Journal,
+    dump_entry,
+    parse_entry,
+    read_entries,
+    same,
+)
 from paceline.core.protocol import (
+    Evaluated,
     Finished,
     Interrupted,
     Joined,
@@ -255,3 +264,8 @@ def test_whatever_is_damaged_a_journal_is_read_or_refused_by_name(tmp_path: Path
         except ValueError:
             refused += 1
     assert refused > 1000
+
+
+def test_metrics_of_any_name_and_value() -> None:
+    entry = Entry(2.0, Evaluated(1, {"accuracy": nan, "type": 1.0}, "max"), ())
+    assert same(parse_entry(dump_entry(entry)), entry)

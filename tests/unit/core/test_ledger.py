@@ -13,6 +13,7 @@ from paceline.core.protocol import (
     Cancel,
     Command,
     Discard,
+    Evaluated,
     Finished,
     Interrupted,
     Joined,
@@ -163,6 +164,7 @@ def test_steps_interruptions_and_copies_are_news() -> None:
     assert ledger.record(0.0, Interrupted("enough"))
     assert ledger.record(0.0, Received("w7"))
     assert list(ledger.copies) == ["w7"]
+    assert not ledger.record(0.0, Evaluated(1, {"loss": 0.5}))
     assert ledger.stopped is None  # the coordinator stops, not the books
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.journal import Entry, Header
-from paceline.core.protocol import Finished, Joined, Start, Step, Task, Work
+from paceline.core.protocol import Evaluated, Finished, Joined, Start, Step, Task, Work
 from paceline.report.callbacks import Callback, Live, Progress, ProgressLine, progress_of
 from paceline.report.metrics import Meter
 
@@ -120,7 +120,8 @@ def meter() -> Meter:
 
 def test_progress_is_read_from_the_figures() -> None:
     told: list[str] = []
-    seen = progress_of(meter(), 16, 2, SERVER.model, told.append)
+    events: list[Evaluated] = []
+    seen = progress_of(meter(), 16, 2, SERVER.model, told.append, events.append)
     assert (seen.step, seen.seconds, seen.loss, seen.samples) == (1, 4.0, 0.5, 8)
     assert (seen.epoch, seen.throughput, seen.workers) == (0.5, 2.0, 2)
     assert seen.waiting == pytest.approx(1 / 5)
@@ -128,7 +129,13 @@ def test_progress_is_read_from_the_figures() -> None:
     assert told == ["enough"]
     assert seen.model().tolist() == [1.0]
     assert seen.model() is not SERVER.vector
-    assert isnan(progress_of(meter(), None, 2, SERVER.model, told.append).epoch)
+    seen.evaluated({"loss": 2})
+    seen.evaluated({"accuracy": 0.5}, step=0, mode="max")
+    assert events == [Evaluated(1, {"loss": 2.0}), Evaluated(0, {"accuracy": 0.5}, "max")]
+    with pytest.raises(ValueError, match="no metric"):
+        seen.evaluated({})
+    none = progress_of(meter(), None, 2, SERVER.model, told.append, events.append)
+    assert isnan(none.epoch)
 
 
 def test_nodes_that_have_not_joined_are_left_out() -> None:

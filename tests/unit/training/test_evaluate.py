@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.core.protocol import Evaluated
+from paceline.report.html.page import page, record_of
 from paceline.training.evaluate import Evaluate
 from tests.conftest import flat, make_learner
 
@@ -17,8 +20,9 @@ from tests.conftest import flat, make_learner
 def fit(evaluate: Evaluate, steps: int = 20, **more: Any) -> pl.Run:
     engine = pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0))
     callbacks = [evaluate, *more.pop("callbacks", [])]
+    options = {name: more.pop(name) for name in ("journal", "checkpoints") if name in more}
     trainer = pl.Trainer(
-        make_learner(**more), pl.sync(), engine, progress=False, callbacks=callbacks
+        make_learner(**more), pl.sync(), engine, progress=False, callbacks=callbacks, **options
     )
     return trainer.fit(steps=steps)
 
@@ -41,6 +45,10 @@ def test_every_so_many_steps_and_the_best() -> None:
     assert size(evaluate.best_model) == best.metrics["evaluation"]
     assert seen == [(done.step, done.metrics) for done in evaluate.history]
     assert run.steps == 20
+    assert run.evaluations == tuple(evaluate.history)
+    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    told = f"evaluation {evaluate.history[-1].metrics['evaluation']:.4g} at step 18"
+    assert told in run.summary() and f"{best.metrics['evaluation']:.4g}" in run.summary()
 
 
 def test_early_stopping_is_by_the_first_metric() -> None:
@@ -96,6 +104,8 @@ def test_in_the_background_training_goes_on() -> None:
     run = fit(evaluate, callbacks=[Last()])
     assert run.steps == 20
     assert evaluate.history[0].step == 4
+    assert run.evaluations == tuple(evaluate.history)  # told after the last step
+    assert run.evaluations[0].seconds == 4.0
     expected = Evaluate(size, every=4)
     fit(expected)
     assert expected.history[0].metrics == evaluate.history[0].metrics
@@ -129,3 +139,30 @@ def test_settings_that_cannot_be(more: dict[str, Any], match: str) -> None:
 def test_a_function_without_numbers() -> None:
     with pytest.raises(ValueError, match="returned no number"):
         fit(Evaluate(lambda model: {}, every=2))
+
+
+def test_a_report_of_the_journal_has_every_metric(tmp_path: Path) -> None:
+    numbers = iter([3.0, float("nan"), 2.5, 2.75])
+    evaluate = Evaluate(lambda model: {"loss <b>": next(numbers), "accuracy": 0.5}, every=5)
+    run = fit(evaluate, journal=tmp_path / "run.jsonl")
+    read = pl.Journal.load(tmp_path / "run.jsonl")
+    steps = [e.event.step for e in read if isinstance(e.event, Evaluated)]
+    assert steps == [5, 10, 15, 20]
+    text = page(record_of({"main": read}))
+    assert text.count("accuracy against time") and "loss &lt;b&gt; against time" in text
+    assert "loss <b>" not in text
+    told = "was 2.75 at step 20, the last of 4 evaluations; the best was 2.5 at step 15."
+    assert f"loss &lt;b&gt; {told}" in text
+    assert "4 times; loss <b> 2.75 at step 20, best 2.5 at step 15" in run.summary()
+
+
+def test_nodes_of_a_decentralized_run_are_evaluated_together() -> None:
+    evaluate = Evaluate(size, every=4)
+    policy = pl.gossip.Gossip(pl.gossip.ring(3))
+    engine = pl.Simulator(workers=3, delays=pl.delays.Fixed(1.0))
+    trainer = pl.Trainer(make_learner(), policy, engine, progress=False, callbacks=[evaluate])
+    run = trainer.fit(steps=8)
+    assert [done.step for done in run.evaluations] == [4, 8]
+    assert [done.metrics for done in run.evaluations] == [d.metrics for d in evaluate.history]
+    for node, journal in run.journals.items():
+        assert pl.replay(run.driven_policy, journal) == journal, node

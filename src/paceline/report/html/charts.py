@@ -120,10 +120,14 @@ def curve(
     title: str,
     *,
     target: float | None = None,
-    height: float = 310.0,
     from_zero: bool = False,
+    joined: bool = False,
 ) -> Figure:
-    """Draw a quantity against another: every value as a point, and the running median."""
+    """Draw a quantity against another: every value as a point, and the running median.
+
+    joined: draw a line through all points instead, for values that are few.
+    """
+    height = 210.0 if from_zero or joined else 310.0
     known = np.isfinite(y) & np.isfinite(x)
     x, y = x[known] / across.factor, y[known]
     shown = f"No values of {up} are known."
@@ -131,7 +135,7 @@ def curve(
         empty = Drawing(60.0, title, shown)
         empty.text(WIDTH / 2, 34, shown, "middle label")
         return Figure(empty.render())
-    mid_x, mid_y = medians(x, y)
+    mid_x, mid_y = (x, y) if joined else medians(x, y)
     low, high = float(y.min()), float(y.max())
     if target is not None and np.isfinite(target):
         low, high = min(low, target), max(high, target)
@@ -142,14 +146,15 @@ def curve(
     else:
         room = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
         low, high = (0.0 if from_zero else low - room), high + room
+    by, single = ("", "in all") if joined else (" by the running median", "in single steps")
     begin = min(float(x[0]), 0.0) if x[0] < 0.2 * x[-1] else float(x[0])
     axis_x = Axis(begin, float(x[-1]), LEFT, WIDTH - RIGHT)
     axis_y = Axis(low, high, height - BOTTOM, TOP, log)
     drawing = Drawing(
         height, title,
-        f"From {plain(mid_y[0])} to {plain(mid_y[-1])} by the running median, over "
+        f"From {plain(mid_y[0])} to {plain(mid_y[-1])}{by}, over "
         f"{plain(x[-1])} {across.unit or across.name}; between {plain(float(y.min()))} and "
-        f"{plain(float(y.max()))} in single steps.",
+        f"{plain(float(y.max()))} {single}.",
     )  # fmt: skip
     drawing.axes(axis_x, axis_y, across.label, f"{up}, log scale" if log else up)
     raw_x, raw_y = thinned(x, y)
@@ -163,7 +168,9 @@ def curve(
     drawing.path("median", polyline(axis_x.at(mid_x), axis_y.at(mid_y)))
     picks = np.unique(np.linspace(0, len(mid_y) - 1, 12).astype(int))
     rows = [[plain(mid_x[i]), plain(mid_y[i])] for i in picks.tolist()]
-    return Figure(drawing.render(), Table([across.label, f"{up}, running median"], rows))
+    return Figure(
+        drawing.render(), Table([across.label, up if joined else f"{up}, running median"], rows)
+    )
 
 
 def short(worker: WorkerId) -> str:

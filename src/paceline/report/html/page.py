@@ -20,6 +20,7 @@ from paceline.report.html.lanes import ROWS, selection, timeline
 from paceline.report.html.sentences import (
     diverged,
     duration,
+    evaluated,
     losses,
     three,
     warnings,
@@ -85,6 +86,7 @@ def page(
         summary=_text(record),
         losses=_losses(record) if losses(meter) else [],
         told=meter.last_loss is not None,
+        metrics=_metrics(record),
         timeline=timeline(record, "What every worker did over time") if record.workers else None,
         exact=record.timeline.exact is not None,
         hidden=max(len(record.workers) - ROWS, 0),
@@ -228,6 +230,19 @@ def _losses(record: Record) -> list[Tab]:
     ]
 
 
+def _metrics(record: Record) -> list[tuple[str, Figure, str]]:
+    """Draw each metric of the evaluations over time, with a sentence on it."""
+    found = record.meter.evaluations
+    across = of_time(found[-1].seconds) if found else of_time(1.0)
+    drawn = []
+    for name in dict.fromkeys(name for each in found for name in each.metrics):
+        own = [each for each in found if name in each.metrics]
+        x, y = (np.array(v) for v in zip(*((e.seconds, e.metrics[name]) for e in own), strict=True))
+        figure = curve(x, y, across, name, f"{name} against time", joined=True)
+        drawn.append((name, figure, evaluated(name, own)))
+    return drawn
+
+
 def _of_count(most: float, name: str) -> Scale:
     units = (("billions", 1e9), ("millions", 1e6), ("thousands", 1e3))
     unit = next((each for each in units if most >= 10 * each[1]), ("", 1.0))
@@ -247,7 +262,7 @@ def _over_time(record: Record) -> list[tuple[str, Figure | None, str]]:
         if values.min() == values.max():
             found.append((title, None, f"{plain(float(values[0]))} in every step."))
             continue
-        figure = curve(columns["seconds"], values, across, up, title, height=210.0, from_zero=True)
+        figure = curve(columns["seconds"], values, across, up, title, from_zero=True)
         told = (
             f"{plain(float(values.mean()))} on average, between {plain(float(values.min()))} and "
             f"{plain(float(values.max()))}."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from statistics import median
 from typing import Any
 
+from paceline.report.evaluations import Evaluation, best_of
 from paceline.report.html.collect import UNFINISHED, Record, missing
 from paceline.report.html.svg import plain
 from paceline.report.metrics import Meter
@@ -98,6 +99,19 @@ def _happened(record: Record) -> str:
     if record.reason == UNFINISHED:
         return f"{text}; the journal does not say that the run has ended."
     return f"{text}; it ended with “{record.reason}”."
+
+
+def evaluated(name: str, evaluations: Sequence[Evaluation]) -> str:
+    """Return a sentence on a metric; the first metric also has a best value."""
+    last = evaluations[-1]
+    times = number(len(evaluations), "evaluation")
+    text = f"{name} was {plain(last.metrics[name])} at step {last.step:,}, the last of {times}"
+    best = best_of(evaluations) if last.first[0] == name else None
+    if best is None:
+        return f"{text}."
+    if best is last:
+        return f"{text}, and never better."
+    return f"{text}; the best was {plain(best.metrics[name])} at step {best.step:,}."
 
 
 def slowest(record: Record) -> tuple[str, float, float] | None:
