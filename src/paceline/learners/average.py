@@ -15,9 +15,17 @@ class MovingAverage:
 
     def update(self, model: nn.Module) -> None:
         if self._averaged is None:
-            average = get_ema_multi_avg_fn(self._decay)
-            self._averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+            self._averaged = self._begin(model)
         self._averaged.update_parameters(model)
+
+    def restore(self, average: nn.Module) -> None:
+        """Continue from an average of one model or more."""
+        self._averaged = self._begin(average)
+        self._averaged.n_averaged.fill_(1)  # else the next model would replace the average
+
+    def _begin(self, model: nn.Module) -> AveragedModel:
+        average = get_ema_multi_avg_fn(self._decay)
+        return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
 
     @property
     def model(self) -> nn.Module | None:

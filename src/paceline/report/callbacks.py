@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from math import nan
 from typing import Any, TextIO
@@ -91,6 +91,18 @@ class Live:
         return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
 
 
+@dataclass(frozen=True)
+class State:
+    """The state of a callback, as a checkpoint has it.
+
+    data: numbers, texts, lists and dictionaries of them.
+    tensors: by name, all of torch or all of numpy. They are written later: give copies.
+    """
+
+    data: Mapping[str, Any]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Callback:
     """Receives the beginning, steps and end of a run; override the methods that you need."""
 
@@ -102,6 +114,16 @@ class Callback:
         """Called after the last step, before the last checkpoint, unless an error ends the run."""
 
     def ended(self, reason: str) -> None: ...
+
+    def state(self) -> State | None:
+        """Return the state that a checkpoint saves; None if there is none."""
+        return None
+
+    def restore(self, state: State, model: Callable[[], Any]) -> None:
+        """Continue from a saved state. It is called after `started`, in a run that continues.
+
+        model: returns a copy of the model as the run continues from it.
+        """
 
 
 class ProgressLine(Callback):

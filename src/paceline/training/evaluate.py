@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.checks import check_whole
 from paceline.core.logs import logger_of
-from paceline.report.callbacks import Callback, Live, Progress
+from paceline.learners.copies import copied, filled
+from paceline.report.callbacks import Callback, Live, Progress, State
 from paceline.report.evaluations import Evaluation, Metrics, Mode
 
 if TYPE_CHECKING:  # which needs torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # which needs torch
 
 logger = logger_of(__name__)
 
+_KEPT = 1000  # evaluations that a checkpoint has, the newest
 _PATIENCE = 600.0  # seconds that the end of a run waits for an evaluation
 
 
@@ -37,7 +39,8 @@ class Evaluate(Callback):
 
     The metrics are in the journal, and so in `run.summary()` and in the report.
 
-    A checkpoint does not contain the average, nor what was best.
+    A checkpoint has the average, the best model, and the newest thousand evaluations. A resumed run
+    continues with them. An evaluation that a thread has not finished is left out.
     """
 
     def __init__(
@@ -115,6 +118,33 @@ class Evaluate(Callback):
         self._join()
         self._raise()
 
+    def state(self) -> State:
+        with self._lock:
+            history, best, model, bad = self.history[-_KEPT:], self.best, self.best_model, self._bad
+        average = None if self._averaged is None else self._averaged.model
+        tensors = {f"best/{name}": tensor for name, tensor in copied(model).items()}
+        tensors |= {f"average/{name}": tensor for name, tensor in copied(average).items()}
+        data = {
+            "history": [_plain(each) for each in history],
+            "best": None if best is None else _plain(best),
+            "bad": bad,
+        }
+        return State(data, tensors)
+
+    def restore(self, state: State, model: Callable[[], Any]) -> None:
+        parts: dict[str, dict[str, Any]] = {"best": {}, "average": {}}
+        for name, tensor in state.tensors.items():
+            part, _, own = name.partition("/")
+            parts[part][own] = tensor
+        data = state.data
+        self.history = [Evaluation(*each) for each in data["history"]]
+        self.best = None if data["best"] is None else Evaluation(*data["best"])
+        self._bad = int(data["bad"])
+        if parts["best"]:
+            self.best_model = filled(model(), parts["best"])
+        if parts["average"] and self._averaged is not None:
+            self._averaged.restore(filled(model(), parts["average"]))
+
     def _tell(self, progress: Progress) -> None:
         """Record the evaluations that are done. Only the driver's thread may write the journal."""
         with self._lock:
@@ -175,3 +205,7 @@ class Evaluate(Callback):
         logger.info("step %d: %s", step, ", ".join(f"{n} {v:g}" for n, v in metrics.items()))
         if self._log is not None:
             self._log(step, metrics)
+
+
+def _plain(done: Evaluation) -> list[Any]:
+    return [done.step, done.seconds, dict(done.metrics), done.mode]

@@ -23,6 +23,7 @@ from paceline.learners.base import Saved, Server
 from paceline.report.callbacks import FAILED, Callback, Live, Progress, progress_of
 from paceline.report.metrics import Meter
 from paceline.training.checkpoint import Snapshot
+from paceline.training.checkpoint.callbacks import restore_states, states_of
 from paceline.training.restore import Start, restore
 from paceline.training.run import Run
 from paceline.training.saving import Saving
@@ -107,6 +108,8 @@ class Fit:
             )
             for callback in self._callbacks:
                 callback.started(live)
+            if self._snapshot is not None:
+                restore_states(self._callbacks, self._snapshot.callbacks, self._server.model)
             finally_.callback(meter.close)
             finally_.callback(journal.close)
             finally_.callback(engine.close)
@@ -224,7 +227,8 @@ class Fit:
         """Return the state of the coordinator alone."""
         ledger = self._coordinator.ledger
         state = {"policy": save_state(self._policy), "ledger": save_state(ledger)}
-        return Snapshot(ledger.version, self._settings.about(), state, Saved({}, {}), None)
+        about, callbacks = self._settings.about(), states_of(self._callbacks)
+        return Snapshot(ledger.version, about, state, Saved({}, {}), None, callbacks)
 
     def _save(self, snapshot: Snapshot) -> None:
         """Have the driver save a checkpoint."""

@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.core.errors import CheckpointError
 from paceline.core.protocol import Evaluated
+from paceline.report.callbacks import State
 from paceline.report.html.page import page, record_of
+from paceline.training.checkpoint.callbacks import restore_states
 from paceline.training.evaluate import Evaluate
 from tests.conftest import flat, make_learner
+from tests.unit.training.checkpoint.sliced import Sliced
 
 
 def fit(evaluate: Evaluate, steps: int = 20, **more: Any) -> pl.Run:
@@ -166,3 +170,102 @@ def test_nodes_of_a_decentralized_run_are_evaluated_together() -> None:
     assert [done.metrics for done in run.evaluations] == [d.metrics for d in evaluate.history]
     for node, journal in run.journals.items():
         assert pl.replay(run.driven_policy, journal) == journal, node
+
+
+def saved_fit(evaluate: Evaluate, folder: Path, steps: int, resumed: bool = False) -> pl.Run:
+    engine = pl.Simulator(workers=2, delays=pl.delays.Exponential(1.0))
+    trainer = pl.Trainer(
+        make_learner(),
+        pl.k_sync(1),
+        engine,
+        progress=False,
+        callbacks=[evaluate, Evaluate(lambda model: 1.0, every=5)],
+        checkpoints=pl.Checkpoints(folder, every=7),
+    )
+    return (trainer.resume(folder) if resumed else trainer).fit(steps=steps)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_resumed_run_goes_on_with_average_best_and_history(every: int, tmp_path: Path) -> None:
+    """The first metric is best in the middle of the first half, and again in the second."""
+
+    def new() -> Evaluate:
+        def score(model: nn.Module) -> dict[str, float]:
+            return {"loss": abs(float(flat(model)[0]) * 1e3 % 1 - 0.5), "none": float("nan")}
+
+        return Evaluate(score, every=3, average=0.7, average_every=every)
+
+    whole, first, second = new(), new(), new()
+    run = saved_fit(whole, tmp_path / "whole", 28)
+    saved_fit(first, tmp_path / "parts", 14)
+    later = saved_fit(second, tmp_path / "parts", 28, resumed=True)
+    assert flat(run.model).tolist() == flat(later.model).tolist()
+    assert repr(second.history) == repr(whole.history)  # nan is not equal to nan
+    assert len(first.history) < len(second.history)
+    assert repr(second.best) == repr(whole.best)
+    assert flat(second.best_model).tolist() == flat(whole.best_model).tolist()
+    found, expected = second._averaged, whole._averaged
+    assert found is not None and expected is not None
+    assert flat(found.model).tolist() == flat(expected.model).tolist()
+    assert [done.step for done in later.evaluations][:2] == [15, 15]  # of both callbacks
+
+
+def test_a_resumed_run_goes_on_with_early_stopping(tmp_path: Path) -> None:
+    rising = lambda model, numbers=iter(range(9)): float(next(numbers))  # noqa: E731
+    saved_fit(Evaluate(rising, every=4, patience=3), tmp_path, 14)
+    evaluate = Evaluate(lambda model: 7.0, every=4, patience=3)
+    run = saved_fit(evaluate, tmp_path, 40, resumed=True)
+    assert run.steps == 16 and run.reason == "no better evaluation in 3"
+    assert evaluate.best is not None and evaluate.best.step == 4
+    assert evaluate.best_model is not None
+
+
+def test_old_checkpoints_and_other_callbacks(tmp_path: Path, caplog: Any) -> None:
+    """A checkpoint without the state of a callback, or with that of another, is read."""
+    engine = pl.Simulator(workers=2, delays=pl.delays.Fixed(1.0))
+    options: dict[str, Any] = {"progress": False, "checkpoints": pl.Checkpoints(tmp_path)}
+    pl.Trainer(make_learner(), pl.sync(), engine, **options).fit(steps=4)
+    assert not (tmp_path / "step-00000004" / "callbacks.safetensors").exists()
+    evaluate = Evaluate(size, every=2)
+    options["callbacks"] = [evaluate]
+    pl.Trainer(make_learner(), pl.sync(), engine, **options).resume(tmp_path).fit(steps=8)
+    assert [done.step for done in evaluate.history] == [6, 8]
+    del options["callbacks"]
+    trainer = pl.Trainer(make_learner(), pl.sync(), engine, **options)
+    assert trainer.resume(tmp_path).fit(steps=9).steps == 9
+    assert "the saved state of Evaluate is not used" in caplog.text
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    evaluate = Evaluate(size)
+    other = State({"history": [[1]], "best": None, "bad": 0})
+    with pytest.raises(CheckpointError, match="Evaluate does not fit"):
+        restore_states([evaluate], {"Evaluate": other}, lambda: None)
+    model = nn.Linear(2, 1)
+    data = {"history": [], "best": None, "bad": 0}
+    wrong = State(data, {"best/weight": torch.zeros(1, 3), "best/bias": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="'weight' is of another shape"):
+        restore_states([evaluate], {"Evaluate": wrong}, lambda: model)
+
+
+@pytest.mark.parametrize("place", ["slices", "memory://evaluate"])
+def test_servers_and_stores_save_it_too(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.training.saving.LEAST_BYTES", 0)
+    where = place if "://" in place else str(tmp_path)
+
+    def trainer(evaluate: Evaluate) -> pl.Trainer:
+        engine = Sliced(2, 3) if place == "slices" else pl.Simulator(workers=2)
+        options: dict[str, Any] = {"progress": False, "callbacks": [evaluate]}
+        saves = pl.Checkpoints(where, every=4)
+        return pl.Trainer(make_learner(), pl.sync(), engine, checkpoints=saves, **options)
+
+    whole, later = (Evaluate(size, every=2, average=0.5) for _ in range(2))
+    trainer(whole).fit(steps=8)
+    if place == "slices":
+        assert (tmp_path / "step-00000004" / "state-00000-of-00003.safetensors").exists()
+    trainer(later).resume(f"{where}/step-00000004").fit(steps=8)
+    found, expected = ([(e.step, e.metrics) for e in each.history] for each in (later, whole))
+    assert found == expected  # but slices do not have the time of the simulator
+    assert flat(later.best_model).tolist() == flat(whole.best_model).tolist()

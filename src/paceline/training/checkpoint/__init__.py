@@ -24,14 +24,13 @@ from paceline.training.checkpoint.files import (
     MANIFEST,
     MODEL,
     SLICED,
-    STATE,
     Exported,
     Files,
     Snapshot,
     check_exported,
     fill,
-    state_text,
     write_manifest,
+    write_state,
 )
 from paceline.training.checkpoint.files import contiguous as _contiguous
 from paceline.training.checkpoint.files import digest as _digest
@@ -233,9 +232,9 @@ def seal(
 
     files: the hash of each file that is there, and flushed.
     """
-    (made / STATE).write_text(state_text(snapshot))
-    write_manifest(made, SLICED, snapshot.step, {**files, STATE: _digest(made / STATE)}, key)
-    written = {STATE, MANIFEST}
+    own = write_state(made, snapshot)
+    write_manifest(made, SLICED, snapshot.step, {**files, **own}, key)
+    written = {*own, MANIFEST}
     for file in made.iterdir():
         if file.name in written:
             _flush(file)

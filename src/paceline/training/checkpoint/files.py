@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,6 +21,8 @@ from safetensors.numpy import save_file
 
 from paceline.core.errors import CheckpointError
 from paceline.learners.base import Array, Saved
+from paceline.report.callbacks import State
+from paceline.training.checkpoint.callbacks import plain, read_states, tensors_of
 from paceline.training.checkpoint.kinds import Kind, is_array, kind_of
 from paceline.training.checkpoint.slices import in_order, joined_arrays, joined_kinds
 
@@ -33,6 +35,8 @@ MANIFEST, MODEL, ARRAYS, STATE = (
     "state.safetensors",
     "state.json",
 )
+CALLBACKS = "callbacks.safetensors"
+"""The tensors of callbacks; the file exists if there are some."""
 _MOST_JSON = {MANIFEST: 2**20, STATE: 2**30}  # bytes; the ledger of a million workers has far less
 _PARTS = {"step": int, "about": dict, "coordinator": dict, "server": dict}
 
@@ -46,6 +50,7 @@ class Snapshot:
     coordinator: Mapping[str, Any]
     server: Saved
     engine: Saved | None
+    callbacks: Mapping[str, State] = field(default_factory=dict)
 
 
 Exported: TypeAlias = Mapping[str, Any]
@@ -62,9 +67,20 @@ def fill(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None = 
         save_file(contiguous(arrays), folder / ARRAYS)
     except SafetensorError as error:  # raised for a full disk too
         raise OSError(f"{folder}: {error}") from error
+    files = {name: digest(folder / name) for name in (MODEL, ARRAYS)}
+    write_manifest(folder, FORMAT, snapshot.step, files | write_state(folder, snapshot), key)
+
+
+def write_state(folder: Path, snapshot: Snapshot) -> dict[str, str]:
+    """Write everything but the arrays of server and engine; return the hash of each file."""
     (folder / STATE).write_text(state_text(snapshot))
-    files = {name: digest(folder / name) for name in (MODEL, STATE, ARRAYS)}
-    write_manifest(folder, FORMAT, snapshot.step, files, key)
+    if tensors := tensors_of(snapshot.callbacks):
+        try:
+            save_model(tensors, folder / CALLBACKS)
+        except SafetensorError as error:
+            raise OSError(f"{folder}: {error}") from error
+    names = [STATE, CALLBACKS] if tensors else [STATE]
+    return {name: digest(folder / name) for name in names}
 
 
 def state_text(snapshot: Snapshot) -> str:
@@ -76,6 +92,8 @@ def state_text(snapshot: Snapshot) -> str:
         "server": snapshot.server.data,
         "engine": None if snapshot.engine is None else snapshot.engine.data,
     }
+    if snapshot.callbacks:
+        data["callbacks"] = plain(snapshot.callbacks)
     return json.dumps(data, allow_nan=False)
 
 
@@ -96,7 +114,9 @@ class Files:
         self.folder = folder
         manifest = self._manifest(key)
         self._slices = self._slices_of(manifest)
-        for name in (MODEL, *(self._slices or [ARRAYS]), STATE):
+        self._has_tensors = CALLBACKS in manifest["sha256"]
+        more = [CALLBACKS] if self._has_tensors else []
+        for name in (MODEL, *(self._slices or [ARRAYS]), STATE, *more):
             file = folder / name
             if not file.is_file() or digest(file) != manifest["sha256"].get(name):
                 raise CheckpointError(
@@ -195,7 +215,16 @@ class Files:
         if data["engine"] is not None:
             engine = Saved(_under("engine/", arrays), data["engine"])
         server = Saved(_under("server/", arrays), data["server"])
-        return Snapshot(self.step, data["about"], data["coordinator"], server, engine)
+        callbacks = self._callbacks()
+        return Snapshot(self.step, data["about"], data["coordinator"], server, engine, callbacks)
+
+    def _callbacks(self) -> dict[str, State]:
+        """Return the states of callbacks; older checkpoints have none."""
+
+        def arrays(kind: Any) -> Iterator[tuple[str, Any]]:
+            return self.arrays(CALLBACKS, kind) if self._has_tensors else iter(())
+
+        return read_states(self.data.get("callbacks", {}), arrays)
 
 
 def save_model(model: Exported, file: Path) -> None:

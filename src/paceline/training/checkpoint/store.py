@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.core.errors import CheckpointError
-from paceline.training.checkpoint.files import ARRAYS, MANIFEST, MODEL, STATE
+from paceline.training.checkpoint.files import ARRAYS, CALLBACKS, MANIFEST, MODEL, STATE
 from paceline.training.checkpoint.slices import is_slice
 
 T = TypeVar("T")
@@ -60,13 +60,14 @@ class Store:
         if self.has(f"{name}/{MANIFEST}"):
             self._do("deleting", partial(self._system.rm_file, f"{place}/{MANIFEST}"))
         self._do("writing", partial(self._system.makedirs, place, exist_ok=True))
-        for file in (MODEL, ARRAYS, STATE, MANIFEST):
+        more = [CALLBACKS] if (folder / CALLBACKS).is_file() else []
+        for file in (MODEL, ARRAYS, STATE, *more, MANIFEST):
             move = partial(self._system.put_file, str(folder / file), f"{place}/{file}")
             self._do(f"writing {name}/{file}", move, self._timeout)
 
     def get(self, folder: Path) -> None:
         """Download those files of a checkpoint that exist."""
-        for file in (MANIFEST, STATE, MODEL, ARRAYS, *self._slices(self._root)):
+        for file in (MANIFEST, STATE, MODEL, ARRAYS, CALLBACKS, *self._slices(self._root)):
             move = partial(self._system.get_file, f"{self._root}/{file}", str(folder / file))
             try:
                 self._do(f"reading {file}", move, self._timeout)
@@ -101,7 +102,7 @@ class Store:
     def remove(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that it never counts as complete."""
         slices = self._slices(f"{self._root}/{name}")
-        for file in (MANIFEST, STATE, MODEL, ARRAYS, *slices):
+        for file in (MANIFEST, STATE, MODEL, ARRAYS, CALLBACKS, *slices):
             try:
                 self._do("deleting", partial(self._system.rm_file, f"{self._root}/{name}/{file}"))
             except FileNotFoundError:
