@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 import paceline as pl
-from paceline.core.protocol import Left
+from paceline.core.protocol import Left, Step
+from paceline.training.evaluate import Evaluate
+from paceline.training.plateau import Plateau
 from tests import ragged
 from tests.cluster.test_faults import At, heavy_learner, lives
 from tests.conftest import flat, make_learner
@@ -65,6 +67,29 @@ def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: s
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
     assert pl.replay(run.driven_policy, run.journal) == run.journal
+
+
+@pytest.mark.parametrize("servers", ["driver", 3])
+def test_a_plateau_scales_the_learning_rate_of_servers(ray_servers: pl.Ray, servers: Any) -> None:
+    """The scale goes with each step, with or without sums over all slices."""
+
+    def run(engine: Any, name: str) -> pl.Run:
+        plateau = Evaluate(lambda model: 1.0, every=2, plateau=Plateau(0.3, patience=1))
+        options: dict[str, Any] = {"callbacks": [plateau], "progress": False}
+        return pl.Trainer(LEARNERS[name](), pl.sync(), engine, **options).fit(steps=12)
+
+    before, ray_servers.servers = ray_servers.servers, servers
+    try:
+        for name in ("momentum", "AdamW by name, a schedule, clipping"):
+            found, whole = run(ray_servers, name), run(pl.Simulator(4), name)
+            steps = [c for e in found.journal for c in e.commands if isinstance(c, Step)]
+            assert [c.lr_scale for c in steps] == [1.0] * 6 + [0.3] * 4 + [0.3 * 0.3] * 2
+            assert torch.allclose(flat(found.model), flat(whole.model), rtol=1e-6, atol=1e-6)
+            plain = simulated(LEARNERS[name](), 12)
+            assert not torch.allclose(flat(found.model), flat(plain.model), rtol=1e-4, atol=1e-4)
+            assert pl.replay(found.driven_policy, found.journal) == found.journal
+    finally:
+        ray_servers.servers = before
 
 
 @pytest.mark.parametrize("policy", [pl.sync(), pl.coded(1, messages=2)], ids=["sync", "coded"])

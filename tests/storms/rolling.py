@@ -48,10 +48,10 @@ class RollingServer(ArrayServer):
             sums["uphill"] = float(np.count_nonzero(self._sum > 0))
         return sums
 
-    def apply(self, totals: Sums) -> None:
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
         factor = 1.0 + totals["uphill"] / 16 if self.needs_totals else 1.0
         self._velocity = _MOMENTUM * self._velocity + factor * self._sum
-        self.vector -= self._lr * self._velocity
+        self.vector -= self._lr * lr_scale * self._velocity
 
     def save(self) -> Saved:
         saved = super().save()

@@ -161,11 +161,11 @@ class BrokenServer(RollingServer):
         lr = self._lr
         return lambda: BrokenServer(np.zeros(span[1] - span[0]), lr, False)
 
-    def apply(self, totals: Any) -> None:
+    def apply(self, totals: Any, lr_scale: float = 1.0) -> None:
         self.steps += 1
         if self.steps == 6:
             raise ZeroDivisionError("an optimizer's own fault")
-        super().apply(totals)
+        super().apply(totals, lr_scale)
 
     def save(self) -> Any:
         saved = super().save()

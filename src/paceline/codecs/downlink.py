@@ -138,9 +138,14 @@ def moved(copy: NDArray[Any], changes: Sequence[Bytes], codec: Codec, trained: i
     return copy
 
 
+def has_memory(codec: Codec) -> bool:
+    """Return whether messages include what earlier ones left out."""
+    return isinstance(codec, Feedback | DeepGradient | TwoEnded)
+
+
 def check_memoryless(codec: Codec, name: str) -> None:
     """Refuse a codec with a memory or an unbounded error: a public copy can use neither."""
-    if isinstance(codec, Feedback | DeepGradient | TwoEnded):
+    if has_memory(codec):
         raise ValueError(
             f"{name}={codec}: the messages here are differences, which already include what "
             "earlier messages left out; give the codec without error feedback"

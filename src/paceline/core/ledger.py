@@ -29,6 +29,7 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
+    LrScaled,
     Peer,
     Prices,
     Received,
@@ -78,6 +79,7 @@ class Ledger:
         self.version = 0
         self.batch, self.message_bytes, self.prices = batch, message_bytes, prices or Prices()
         self.samples = 0
+        self.lr_scale = 1.0  # not in the schema: a resumed run records it as its first event
         self.held_shares = 0
         self.workers: dict[WorkerId, int] = {}  # -> number of tasks outstanding
         self.idle: OrderedDict[WorkerId, None] = OrderedDict()
@@ -162,6 +164,9 @@ class Ledger:
                 if self.timers.get(name, inf) > now:  # moved or cleared meanwhile
                     return ()
                 del self.timers[name]
+            case LrScaled(scale):
+                self.lr_scale = scale
+                return False
             case Evaluated():
                 return False
             case Stepped() | Interrupted():
@@ -193,6 +198,8 @@ class Ledger:
                 if not keep:
                     for id in weights:
                         self._release(id)
+                if command.lr_scale != self.lr_scale:
+                    return replace(command, lr_scale=self.lr_scale)
             case SetTimer(name, at):
                 if at <= self.now:
                     raise self._error(command, f"the time is already {self.now:g}")

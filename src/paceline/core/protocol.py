@@ -278,8 +278,19 @@ class Evaluated:
     mode: Literal["min", "max"] = "min"  # whether the smallest or largest first metric is best
 
 
+@dataclass(frozen=True, slots=True)
+class LrScaled:
+    """From the next step on, optimizers use their learning rate times `scale`.
+
+    It is recorded, and policies do not see it.
+    """
+
+    scale: float
+    reason: str = ""
+
+
 Event: TypeAlias = (
-    Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted | Evaluated
+    Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted | Evaluated | LrScaled
 )
 
 
@@ -337,6 +348,7 @@ class Step:
     weights: Mapping[TaskId, Coefficients]
     mix: Mapping[WorkerId, float] = field(default_factory=dict)
     keep: bool = False  # hold the results for later steps (gradient tables)
+    lr_scale: float = 1.0  # a factor of the learning rate, which the ledger sets
 
 
 @dataclass(frozen=True, slots=True)

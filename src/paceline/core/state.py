@@ -25,7 +25,7 @@ _VALUES: dict[str, type[Any]] = {
         *(protocol.Work, protocol.Task, protocol.Result, protocol.Prices),
         *(protocol.Joined, protocol.Left, protocol.Finished, protocol.Stepped),
         *(protocol.Received, protocol.TimerFired, protocol.Interrupted),
-        protocol.Evaluated,
+        *(protocol.Evaluated, protocol.LrScaled),
         *(protocol.Assign, protocol.Start, protocol.Cancel, protocol.Discard, protocol.Step),
         *(protocol.Send, protocol.SetTimer, protocol.Stop),
     )

@@ -104,7 +104,9 @@ class Results:
         """Forget a result, if it is held."""
         self._held.pop(task, None)
 
-    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> dict[Stat, float]:
+    def step(
+        self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
+    ) -> dict[Stat, float]:
         """Take a step along held results; return its statistics."""
         if missing := [task for task in weights if task not in self._held]:
             raise RuntimeError(
@@ -123,7 +125,7 @@ class Results:
         plain, sums = decoded(factors, vectors, (0, self._server.layout.size))
         self.version += 1
         stats: dict[Stat, float] = {} if loss is None else {"loss": loss}
-        return stats | self._server.step(plain, sums, self._wants)
+        return stats | self._server.step(plain, sums, self._wants, lr_scale)
 
     # --- the model -------------------------------------------------------------------------------
 

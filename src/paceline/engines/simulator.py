@@ -421,7 +421,7 @@ class Simulator:
             self._forget(task)
 
     def _step(self, step: Step) -> None:
-        stats = self._results.step(step.weights, step.keep)
+        stats = self._results.step(step.weights, step.keep, step.lr_scale)
         if not step.keep:
             for id in step.weights:
                 self._senders.pop(id, None)

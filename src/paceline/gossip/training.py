@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.journal import Entry, Header, Journal
-from paceline.core.protocol import Evaluated, Peer, Prices, WorkerId
+from paceline.core.protocol import Evaluated, LrScaled, Peer, Prices, WorkerId
 from paceline.core.state import describe
 from paceline.data.partition import even
 from paceline.data.partition.base import Partition
@@ -151,8 +151,13 @@ class GossipTraining:
             self._vectors = engine.vectors()
         return engine.reason or "all nodes have stopped"
 
-    def _record(self, event: Evaluated) -> None:
+    def _record(self, event: Evaluated | LrScaled) -> None:
         """Write an evaluation of the mean model into the journal of the first node."""
+        if isinstance(event, LrScaled):
+            raise ValueError(
+                "progress.scale_lr changes the learning rate of servers, and a decentralized run "
+                "has none; give the learner a schedule"
+            )
         node, journal = next(iter(self.journals.items()))
         entry = Entry(self.meter.nodes[node].now, event, ())
         journal.append(entry)

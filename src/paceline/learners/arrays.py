@@ -63,8 +63,8 @@ class ArrayServer(Steps):
                 self._sum[block] += weight * vector[block]
         return self._direction.sums(self._sum, wants)
 
-    def apply(self, totals: Sums) -> None:
-        self.vector -= self._lr * self._sum
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
+        self.vector -= self._lr * lr_scale * self._sum
 
     def model(self) -> Vector:
         return self.vector.copy()
@@ -293,11 +293,15 @@ class NoArithmetic:
     ) -> Sums:
         return {}
 
-    def apply(self, totals: Sums) -> None:
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
         pass
 
     def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
+        self,
+        weights: Sequence[float],
+        vectors: Sequence[Array],
+        wants: frozenset[Want],
+        lr_scale: float = 1.0,
     ) -> dict[Stat, float]:
         return {}
 

@@ -110,8 +110,8 @@ class Shard(Protocol):
     ) -> Sums:
         """Add up results in the order given; return the sums that the whole vector needs."""
 
-    def apply(self, totals: Sums) -> None:
-        """Take an optimizer step with the reduced gradient."""
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
+        """Take an optimizer step with the reduced gradient, at the learning rate times a scale."""
 
     def save(self) -> Saved:
         """Return the state as views, which are valid until the next step."""
@@ -134,7 +134,11 @@ class Server(Shard, Protocol):
         """Return the recipe of a slice's server; raise ValueError if steps need the whole model."""
 
     def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
+        self,
+        weights: Sequence[float],
+        vectors: Sequence[Array],
+        wants: frozenset[Want],
+        lr_scale: float = 1.0,
     ) -> dict[Stat, float]:
         """Reduce and apply; return the statistics."""
 
@@ -168,10 +172,14 @@ class Steps:
     """Adds `step` to a server that holds the whole model."""
 
     def step(
-        self: Shard, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
+        self: Shard,
+        weights: Sequence[float],
+        vectors: Sequence[Array],
+        wants: frozenset[Want],
+        lr_scale: float = 1.0,
     ) -> dict[Stat, float]:
         totals = self.reduce(weights, vectors, wants)
-        self.apply(totals)
+        self.apply(totals, lr_scale)
         return statistics(totals, wants)
 
 

@@ -251,15 +251,25 @@ class TorchShard:
             sums |= {_OWN + name: value for name, value in found.items()}
         return sums
 
-    def apply(self, totals: Sums) -> None:
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
         grads = self._gradients()
         if self._transform is not None:
             own = {k.removeprefix(_OWN): v for k, v in totals.items() if k.startswith(_OWN)}
             self._transform.apply(list(self._pieces()), own)
-        self._optimizer.step()
+        self._step(lr_scale)
         if self._scheduler is not None:
             self._scheduler.step()
         self._values[self._trained :] += grads[self._trained :]
+
+    def _step(self, lr_scale: float) -> None:
+        """Let the optimizer step; a scale holds for this step, and schedules never see it."""
+        groups = self._optimizer.param_groups if lr_scale != 1.0 else []
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * lr_scale
+        self._optimizer.step()
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
 
     def save(self) -> Saved:
         arrays = {"values": self.vector, **self._direction.save()}

@@ -153,21 +153,25 @@ class RobustServer:
         )
 
     def step(
-        self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
+        self,
+        weights: Sequence[float],
+        vectors: Sequence[Array],
+        wants: frozenset[Want],
+        lr_scale: float = 1.0,
     ) -> dict[Stat, float]:
         self._rule.check(len(vectors))
         total = sum(weights)
         shares = np.asarray(weights, dtype=vectors[0].dtype) / total
         made = self._rule.aggregate(np.stack(vectors), shares, self._center)
         self._center = made.astype(vectors[0].dtype)
-        return self.plain.step([total], [self._center], wants)
+        return self.plain.step([total], [self._center], wants, lr_scale)
 
     def reduce(
         self, weights: Sequence[float], vectors: Sequence[Array], wants: frozenset[Want]
     ) -> Sums:
         raise NotImplementedError("robust steps are not taken in slices")
 
-    def apply(self, totals: Sums) -> None:
+    def apply(self, totals: Sums, lr_scale: float = 1.0) -> None:
         raise NotImplementedError("robust steps are not taken in slices")
 
     def model(self) -> Any:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from math import nan
+from math import isfinite, nan
 from typing import Any, TextIO
 
 from paceline.core.journal import Header
-from paceline.core.protocol import Evaluated, WorkerId
+from paceline.core.protocol import Evaluated, LrScaled, WorkerId
 from paceline.report.evaluations import Metrics, Mode
 from paceline.report.metrics import Meter
 from paceline.report.text import throughput
@@ -46,7 +46,7 @@ class Progress:
     dollars: float  # 0.0 without prices
     _model: Callable[[], Any]
     _stop: Callable[[str], None]
-    _record: Callable[[Evaluated], None] = lambda event: None
+    _record: Callable[[Evaluated | LrScaled], None] = lambda event: None
 
     def model(self) -> Any:
         """Return a copy of the model as it is now, for evaluation."""
@@ -66,6 +66,15 @@ class Progress:
         if not plain:
             raise ValueError("evaluated() was given no metric; give at least one number by name")
         self._record(Evaluated(self.step if step is None else step, plain, mode))
+
+    def scale_lr(self, scale: float, reason: str = "") -> None:
+        """From the next step on, multiply the learning rate of the learner's schedule by a scale.
+
+        The journal and the next checkpoint have it. A later call replaces it.
+        """
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"scale={scale}: use a finite number above 0")
+        self._record(LrScaled(float(scale), reason))
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,11 @@ class State:
 
 class Callback:
     """Receives the beginning, steps and end of a run; override the methods that you need."""
+
+    @property
+    def scales_lr(self) -> bool:
+        """Whether it may call `progress.scale_lr`, which some runs refuse before they begin."""
+        return False
 
     def started(self, live: Live) -> None: ...
 
@@ -220,7 +234,7 @@ def progress_of(
     workers: int,
     model: Callable[[], Any],
     stop: Callable[[str], None],
-    record: Callable[[Evaluated], None],
+    record: Callable[[Evaluated | LrScaled], None],
 ) -> Progress:
     """Return the progress after the newest step."""
     columns = meter.columns

@@ -19,7 +19,7 @@ from paceline.policies.placement.base import Placement
 from paceline.policies.placement.tiles import Placed
 
 if TYPE_CHECKING:  # needs torch
-    pass
+    from paceline.codecs.base import Codec
 
 logger = logger_of(__name__)
 
@@ -94,6 +94,22 @@ def check_not_finite(what: str, limit: int, policy: Policy) -> None:
             f'on_not_finite="skip": {written(policy.innermost)} cannot do without the results of '
             "skipped samples; leave it out, or use a policy that averages, such as sync or k_sync"
         )
+
+
+def check_scaling(policy: Policy, learner: Learner, codec: Codec | None) -> None:
+    """Refuse to scale the learning rate where workers use it too: they know its schedule only."""
+    told = "Evaluate(plateau=…) and progress.scale_lr change the learning rate of servers only"
+    if policy.decentralized:
+        raise ValueError(f"{told}, and a decentralized run has none; leave it out")
+    if getattr(learner, "outer", None) is not None or any(w.steps > 1 for w in policy.works()):
+        raise ValueError(f"{told}, and local steps use that of workers; leave it out")
+    if codec is not None:
+        from paceline.codecs.downlink import has_memory
+
+        if has_memory(codec):
+            raise ValueError(
+                f"{told}, and error feedback uses that of workers; give a codec without it"
+            )
 
 
 def tiles_of(placement: object, learner: Learner) -> Partition | None:

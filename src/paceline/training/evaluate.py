@@ -12,6 +12,7 @@ from paceline.core.logs import logger_of
 from paceline.learners.copies import copied, filled
 from paceline.report.callbacks import Callback, Live, Progress, State
 from paceline.report.evaluations import Evaluation, Metrics, Mode
+from paceline.training.plateau import Plateau, PlateauScale
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.learners.average import MovingAverage
@@ -35,6 +36,7 @@ class Evaluate(Callback):
     average_every: steps between two updates of the average, each of which copies the model.
     background: evaluate in a thread, while training goes on. One evaluation runs at a time, and
         those that fall due meanwhile are left out. Early stopping then comes some steps late.
+    plateau: reduces the learning rate when the first metric stops improving.
     log: is called with the step and the metrics by name, such as `tracker.log`.
 
     The metrics are in the journal, and so in `run.summary()` and in the report.
@@ -53,6 +55,7 @@ class Evaluate(Callback):
         average: float | None = None,
         average_every: int = 1,
         background: bool = False,
+        plateau: Plateau | None = None,
         log: Callable[[int, Metrics], None] | None = None,
     ) -> None:
         check_whole("every", every)
@@ -70,7 +73,7 @@ class Evaluate(Callback):
             )
         self._function, self._every, self._mode, self._patience = function, every, mode, patience
         self._average, self._average_every = average, average_every
-        self._background, self._log = background, log
+        self._background, self._log, self._plateau = background, log, plateau
         self._lock = threading.Lock()  # of what the thread changes
         self._thread: threading.Thread | None = None
         self._reset()
@@ -82,6 +85,7 @@ class Evaluate(Callback):
         self._bad = 0  # evaluations since the best
         self._untold: list[Evaluation] = []  # not in the journal yet
         self._averaged = self._new_average()
+        self._scale = None if self._plateau is None else PlateauScale(self._plateau, self._mode)
         self._error: Exception | None = None
 
     def _new_average(self) -> MovingAverage | None:
@@ -90,6 +94,10 @@ class Evaluate(Callback):
         from paceline.learners.average import MovingAverage
 
         return MovingAverage(self._average**self._average_every)
+
+    @property
+    def scales_lr(self) -> bool:
+        return self._plateau is not None
 
     def started(self, live: Live) -> None:
         self._reset()
@@ -128,6 +136,7 @@ class Evaluate(Callback):
             "history": [_plain(each) for each in history],
             "best": None if best is None else _plain(best),
             "bad": bad,
+            "plateau": None if self._scale is None else self._scale.state(),
         }
         return State(data, tensors)
 
@@ -140,6 +149,8 @@ class Evaluate(Callback):
         self.history = [Evaluation(*each) for each in data["history"]]
         self.best = None if data["best"] is None else Evaluation(*data["best"])
         self._bad = int(data["bad"])
+        if self._scale is not None and data["plateau"] is not None:
+            self._scale.restore(data["plateau"])
         if parts["best"]:
             self.best_model = filled(model(), parts["best"])
         if parts["average"] and self._averaged is not None:
@@ -151,6 +162,11 @@ class Evaluate(Callback):
             done, self._untold = self._untold, []
         for each in done:
             progress.evaluated(each.metrics, each.step, each.mode)
+            if self._scale is not None and self._scale.evaluate(each.first[1]):
+                scale, reason = self._scale.scale, f"{each.first[0]} is on a plateau"
+                told = progress.step + 1, scale, reason
+                logger.info("step %d has the learning rate times %g, since %s", *told)
+                progress.scale_lr(scale, reason)
 
     def _join(self) -> None:
         """Wait for the evaluation in its thread."""

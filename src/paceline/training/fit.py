@@ -16,7 +16,7 @@ from paceline.core.coordinator import Coordinator, drive
 from paceline.core.errors import CheckpointError, Terminated
 from paceline.core.journal import Header, Journal
 from paceline.core.logs import logger_of, tell_left_out
-from paceline.core.protocol import MAIN, Evaluated, Interrupted, Step, Want, WorkerId
+from paceline.core.protocol import MAIN, Evaluated, Interrupted, LrScaled, Step, Want, WorkerId
 from paceline.core.schema import load_state, save_state
 from paceline.core.state import describe
 from paceline.learners.base import Saved, Server
@@ -24,6 +24,7 @@ from paceline.report.callbacks import FAILED, Callback, Live, Progress, progress
 from paceline.report.metrics import Meter
 from paceline.training.checkpoint import Snapshot
 from paceline.training.checkpoint.callbacks import restore_states, states_of
+from paceline.training.compatibility import check_scaling
 from paceline.training.restore import Start, restore
 from paceline.training.run import Run
 from paceline.training.saving import Saving
@@ -110,6 +111,8 @@ class Fit:
                 callback.started(live)
             if self._snapshot is not None:
                 restore_states(self._callbacks, self._snapshot.callbacks, self._server.model)
+                if (scale := self._snapshot.lr_scale) != 1.0:
+                    self._record(LrScaled(scale, "resumed"))
             finally_.callback(meter.close)
             finally_.callback(journal.close)
             finally_.callback(engine.close)
@@ -188,10 +191,13 @@ class Fit:
         now = max(self._settings.engine.now(), self._coordinator.ledger.now)
         self._meter.observe(self._coordinator.handle(now, Interrupted(reason)))
 
-    def _record(self, event: Evaluated) -> None:
+    def _record(self, event: Evaluated | LrScaled) -> None:
         """Write an event into the journal that the policy does not see."""
-        ledger = self._coordinator.ledger
-        self._meter.observe(self._coordinator.handle(ledger.now, event))
+        if isinstance(event, LrScaled):
+            on = self._settings
+            check_scaling(on.policy, on.learner, on.codec)
+        now = self._coordinator.ledger.now
+        self._meter.observe(self._coordinator.handle(now, event))
 
     def _end(self) -> None:
         """Tell callbacks that no step follows."""
@@ -227,8 +233,8 @@ class Fit:
         """Return the state of the coordinator alone."""
         ledger = self._coordinator.ledger
         state = {"policy": save_state(self._policy), "ledger": save_state(ledger)}
-        about, callbacks = self._settings.about(), states_of(self._callbacks)
-        return Snapshot(ledger.version, about, state, Saved({}, {}), None, callbacks)
+        about, more = self._settings.about(), (states_of(self._callbacks), ledger.lr_scale)
+        return Snapshot(ledger.version, about, state, Saved({}, {}), None, *more)
 
     def _save(self, snapshot: Snapshot) -> None:
         """Have the driver save a checkpoint."""

@@ -25,6 +25,7 @@ from paceline.training.compatibility import (
     check_policy,
     check_prices,
     check_robust,
+    check_scaling,
     tiles_of,
     with_placement,
 )
@@ -160,6 +161,8 @@ class Trainer:
         check_policy(policy, learner, engine.size)
         check_prices(on.prices, policy, learner, engine.size)
         check_not_finite(on.on_not_finite, on.skip_limit, policy)
+        if any(callback.scales_lr for callback in on.callbacks):
+            check_scaling(policy, learner, codec)
         if on.robust is not None:
             check_robust(on.robust, policy, engine.size)
         self._server = settings.server()

@@ -158,8 +158,8 @@ class RayJob:
             case Discard(id):
                 self.reducer.drop(id)
                 self._refund(id)
-            case Step(weights, _, keep):
-                self.reducer.step(weights, keep)
+            case Step(weights, _, keep, lr_scale):
+                self.reducer.step(weights, keep, lr_scale)
                 for id in () if keep else weights:
                     self._senders.pop(id, None)
             case SetTimer(name, at):

@@ -66,7 +66,9 @@ class Reducer(Protocol):
     def drop(self, task: TaskId, lost: bool = False) -> None:
         """Forget a task and its result; lost: its worker was lost."""
 
-    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+    def step(
+        self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
+    ) -> None:
         """Take a step along held results. It is reported when the whole model has taken it."""
 
     def publish(self) -> Model:
@@ -141,9 +143,11 @@ class DriverReducer:
         self._expected.pop(task, None)
         self._results.drop(task)
 
-    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+    def step(
+        self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
+    ) -> None:
         self._published = None
-        self._stepped(self._results.step(weights, keep))
+        self._stepped(self._results.step(weights, keep, lr_scale))
 
     def publish(self) -> Payload:
         if self._published is None:

@@ -51,6 +51,7 @@ class Snapshot:
     server: Saved
     engine: Saved | None
     callbacks: Mapping[str, State] = field(default_factory=dict)
+    lr_scale: float = 1.0
 
 
 Exported: TypeAlias = Mapping[str, Any]
@@ -67,8 +68,8 @@ def fill(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None = 
         save_file(contiguous(arrays), folder / ARRAYS)
     except SafetensorError as error:  # raised for a full disk too
         raise OSError(f"{folder}: {error}") from error
-    files = {name: digest(folder / name) for name in (MODEL, ARRAYS)}
-    write_manifest(folder, FORMAT, snapshot.step, files | write_state(folder, snapshot), key)
+    files = {MODEL: digest(folder / MODEL), **write_state(folder, snapshot)}
+    write_manifest(folder, FORMAT, snapshot.step, files | {ARRAYS: digest(folder / ARRAYS)}, key)
 
 
 def write_state(folder: Path, snapshot: Snapshot) -> dict[str, str]:
@@ -94,6 +95,8 @@ def state_text(snapshot: Snapshot) -> str:
     }
     if snapshot.callbacks:
         data["callbacks"] = plain(snapshot.callbacks)
+    if snapshot.lr_scale != 1.0:
+        data["lr_scale"] = snapshot.lr_scale
     return json.dumps(data, allow_nan=False)
 
 
@@ -138,6 +141,9 @@ class Files:
                 f"{folder} has slices, and the state of an engine, for which it has no file; use "
                 "another checkpoint"
             )
+        scale = data.get("lr_scale", 1.0)
+        if type(scale) is not float or scale <= 0:
+            raise CheckpointError(f"{folder / STATE} has the lr_scale {scale!r}, which is not > 0")
         self.data: dict[str, Any] = data
         self.step: int = data["step"]
 
@@ -215,8 +221,8 @@ class Files:
         if data["engine"] is not None:
             engine = Saved(_under("engine/", arrays), data["engine"])
         server = Saved(_under("server/", arrays), data["server"])
-        callbacks = self._callbacks()
-        return Snapshot(self.step, data["about"], data["coordinator"], server, engine, callbacks)
+        more = self._callbacks(), float(data.get("lr_scale", 1.0))
+        return Snapshot(self.step, data["about"], data["coordinator"], server, engine, *more)
 
     def _callbacks(self) -> dict[str, State]:
         """Return the states of callbacks; older checkpoints have none."""

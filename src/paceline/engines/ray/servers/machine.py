@@ -103,11 +103,13 @@ class Machine:
         if lost and task in self.results.again:
             self.recovery.compute_again(self.results.again[task])
 
-    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+    def step(
+        self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
+    ) -> None:
         """Take a step along held results."""
         held = self.results.held
         results = [held[task] if keep else held.pop(task) for task in weights]
-        self.steps.add(list(weights.values()), results)
+        self.steps.add(list(weights.values()), results, lr_scale)
         self._advance()
 
     # --- events ----------------------------------------------------------------------------------

@@ -140,10 +140,12 @@ class ShardedReducer:
             self._use(unused.token, False)
         self.machine.drop(task, lost)
 
-    def step(self, weights: Mapping[TaskId, Coefficients], keep: bool) -> None:
+    def step(
+        self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
+    ) -> None:
         for task in weights:
             self._use(self.machine.results.held[task].token, True)
-        self.machine.step(weights, keep)
+        self.machine.step(weights, keep, lr_scale)
 
     def publish(self) -> Version:
         return self.machine.steps.model

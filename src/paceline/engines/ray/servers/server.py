@@ -114,9 +114,9 @@ class Server(Holder):
         place = replace(self._place(), address=self._address)
         return (place, bool(state[0])), self._published(shard), state
 
-    def step(self, version: int, order: Order) -> tuple[Done, Array, State]:
+    def step(self, version: int, order: Order, lr_scale: float = 1.0) -> tuple[Done, Array, State]:
         """Take a whole step: add up the results, and let the optimizer step."""
-        return self.apply(version, self.reduce(version, order))
+        return self.apply(version, self.reduce(version, order), lr_scale)
 
     def reduce(self, version: int, order: Order) -> Sums:
         """Add up the results; return this slice's share of the sums over the whole vector.
@@ -169,7 +169,7 @@ class Server(Holder):
         start = self._span[0]
         return received(packed, codec, (start + span[0], start + span[1]), self._trained)
 
-    def apply(self, version: int, totals: Sums) -> tuple[Done, Array, State]:
+    def apply(self, version: int, totals: Sums, lr_scale: float = 1.0) -> tuple[Done, Array, State]:
         """Step along the reduced results; return the entries of `Done`, the values as they are
         published, and the state."""
         shard = self._turn(version)
@@ -178,7 +178,7 @@ class Server(Holder):
                 f"apply() of version {version} came before its reduce(); this is a bug in the "
                 "engine"
             )
-        shard.apply(totals)
+        shard.apply(totals, lr_scale)
         self._version = version
         state = self._state()
         return (self._sums, bool(state[0]), self._seconds), self._published(shard), state

@@ -253,12 +253,12 @@ class Shell:
             case TakeStep(_, version, step=step, pieces=pieces):
                 made = member, version, call.values, call.state
                 order = self._order(step, pieces)
-                done = self._transport.publish(*made, "step", version, order)
+                done = self._transport.publish(*made, "step", version, order, step.lr_scale)
             case Reduce(_, version, step=step, pieces=pieces):
                 done = actor.reduce.remote(version, self._order(step, pieces))
-            case Apply(_, version, totals):
+            case Apply(_, version, totals, step=step):
                 made = member, version, call.values, call.state
-                done = self._transport.publish(*made, "apply", version, totals)
+                done = self._transport.publish(*made, "apply", version, totals, step.lr_scale)
         self._await(call, member, done, timeout)
 
     def _order(self, step: Step, pieces: Pieces) -> tuple[Any, ...]:

@@ -125,6 +125,7 @@ class Step:
     results: list[Result]
     stats: dict[Stat, float]
     model: Version
+    lr_scale: float = 1.0
     states: list[Object | None] = field(default_factory=list)
     sums: dict[int, Sums] = field(default_factory=dict)
     totals: Sums | None = None

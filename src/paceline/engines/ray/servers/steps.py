@@ -64,14 +64,16 @@ class Steps:
 
     # --- the order of steps ----------------------------------------------------------------------
 
-    def add(self, weights: Sequence[Coefficients], results: list[Result]) -> None:
+    def add(
+        self, weights: Sequence[Coefficients], results: list[Result], lr_scale: float = 1.0
+    ) -> None:
         """Add a step along results, to be sent after those before it."""
         counts = [result.count for result in results]
         loss = mean_loss(weights, [result.loss for result in results], counts)
         stats: dict[Stat, float] = {} if loss is None else {"loss": loss}
         self.model = Version(self.model.number + 1, [], [None])  # unknown until it is sent
         factors = list(by_count(weights, counts))
-        step = Step(self.model.number, factors, results, stats, self.model)
+        step = Step(self.model.number, factors, results, stats, self.model, lr_scale)
         self.waiting.append(step)
 
     def is_due(self) -> bool:
