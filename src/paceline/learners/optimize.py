@@ -129,8 +129,8 @@ def make_scheduler(
     kind = type(made).__name__
     if isinstance(made, ReduceLROnPlateau):
         raise ValueError(
-            f"{keyword}= returned {kind}, which needs a metric at each step; use a schedule of "
-            "steps alone, such as torch.optim.lr_scheduler.CosineAnnealingLR"
+            f"{keyword}= returned {kind}, which needs a metric at each step; use the callback "
+            "Evaluate(plateau=…), or a schedule of steps alone, such as CosineAnnealingLR"
         )
     if not all(callable(getattr(made, n, None)) for n in ("step", "state_dict", "load_state_dict")):
         raise ValueError(

@@ -25,9 +25,10 @@ from torch.utils.data import (
 
 import paceline as pl
 from paceline.data.sampling import Stream
-from paceline.integrations import lightning_learner
+from paceline.integrations import lightning_evaluation, lightning_learner
 from paceline.learners.optimize import TorchServer, make_optimizer, trained
 from paceline.learners.optimizer_recipe import RemadeSchedules
+from paceline.training.evaluate import Evaluate
 from tests.conftest import flat, module_of
 
 if not os.environ.get("CI"):  # there it must be
@@ -320,6 +321,74 @@ def test_frozen_tensors_stay() -> None:
     trained = trainer(module).fit(steps=3).model.layers
     assert torch.equal(trained[0].weight, module.layers.get_parameter("0.weight"))
     assert not torch.equal(trained[2].weight, module.layers.get_parameter("2.weight"))
+
+
+class Validated(Classifier):
+    """Logs two metrics over batches of unequal sizes."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        inputs, labels = batch
+        found = self.layers(inputs)
+        self.log("accuracy", (found.argmax(1) == labels).float().mean())
+        self.log("val_loss", nn.functional.cross_entropy(found, labels))
+
+
+class Order:
+    """The batches of Paceline, for Lightning's own loop."""
+
+    def __init__(self, steps: int) -> None:
+        stream = Stream(SAMPLES, seed=0)
+        self._batches = [stream.indices(step * BATCH, BATCH).tolist() for step in range(steps)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class Seen(lightning.Callback):
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.metrics.append({n: float(v) for n, v in trainer.callback_metrics.items()})
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about data loading and more
+def test_training_and_validation_are_lightnings() -> None:
+    """30 steps of both, with a validation after every tenth."""
+    held_out = make_data(batch_size=50)  # batches of 50, 50 and 20
+    theirs, seen = Validated(SCHEDULES["cosine"]), Seen()
+    batches = DataLoader(make_data().dataset, batch_sampler=Order(30))  # type: ignore[arg-type]
+    lightning.Trainer(
+        max_steps=30, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
+        val_check_interval=10, num_sanity_val_steps=0,
+    ).fit(theirs, batches, held_out)  # fmt: skip
+
+    evaluate = Evaluate(lightning_evaluation(held_out, monitor="val_loss"), every=10)
+    per_epoch = trainer(Validated(SCHEDULES["cosine"]), callbacks=[evaluate])
+    run = per_epoch.fit(steps=30)
+    assert [done.step for done in run.evaluations] == [10, 20, 30]
+    assert len(seen.metrics) == 3
+    for mine, expected in zip(run.evaluations, seen.metrics, strict=True):
+        assert list(mine.metrics) == ["val_loss", "accuracy"]
+        for name, value in mine.metrics.items():
+            assert value == pytest.approx(expected[name], abs=1e-5)
+    assert seen.metrics[2]["val_loss"] < 0.9 * seen.metrics[0]["val_loss"]
+    assert torch.allclose(flat(run.model.layers), flat(theirs.layers), rtol=0, atol=1e-5)
+    assert "log" not in vars(run.model)
+
+
+def test_validations_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="Classifier has no validation_step"):
+        lightning_evaluation(make_data())(Classifier())
+    with pytest.raises(ValueError, match="monitor='f1' was not logged; use one of accuracy"):
+        lightning_evaluation(make_data(), monitor="f1")(Validated())
+    with pytest.raises(ValueError, match="the data are a list"):
+        lightning_evaluation([1])
 
 
 # --- what cannot be taken over -------------------------------------------------------------------
