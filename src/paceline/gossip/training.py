@@ -146,8 +146,9 @@ class GossipTraining:
                 reason = reason or (reasons[0] if reasons else None)
                 if reason is not None:
                     engine.stop(reason)
-            for callback in callbacks if progress is not None else ():
-                callback.ending(progress)
+            if progress is not None:
+                for callback in callbacks:
+                    callback.ending(progress)
             self._vectors = engine.vectors()
         return engine.reason or "all nodes have stopped"
 

@@ -201,8 +201,9 @@ class Fit:
 
     def _end(self) -> None:
         """Tell callbacks that no step follows."""
-        for callback in self._callbacks if self._progress is not None else ():
-            callback.ending(self._progress)
+        if (last := self._progress) is not None:
+            for callback in self._callbacks:
+                callback.ending(last)
 
     def _is_sound(self) -> bool:
         """Return whether the last loss is finite; a model with another loss is not saved."""

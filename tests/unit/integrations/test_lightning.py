@@ -361,7 +361,7 @@ def test_training_and_validation_are_lightnings() -> None:
     """30 steps of both, with a validation after every tenth."""
     held_out = make_data(batch_size=50)  # batches of 50, 50 and 20
     theirs, seen = Validated(SCHEDULES["cosine"]), Seen()
-    batches = DataLoader(make_data().dataset, batch_sampler=Order(30))  # type: ignore[arg-type]
+    batches = DataLoader(make_data().dataset, batch_sampler=Order(30))
     lightning.Trainer(
         max_steps=30, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],

@@ -11,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.journal import Entry, Header
-from paceline.core.protocol import Evaluated, Finished, Joined, Start, Step, Task, Work
+from paceline.core.protocol import Evaluated, Finished, Joined, LrScaled, Start, Step, Task, Work
 from paceline.report.callbacks import Callback, Live, Progress, ProgressLine, progress_of
 from paceline.report.metrics import Meter
 
@@ -120,7 +120,7 @@ def meter() -> Meter:
 
 def test_progress_is_read_from_the_figures() -> None:
     told: list[str] = []
-    events: list[Evaluated] = []
+    events: list[Evaluated | LrScaled] = []
     seen = progress_of(meter(), 16, 2, SERVER.model, told.append, events.append)
     assert (seen.step, seen.seconds, seen.loss, seen.samples) == (1, 4.0, 0.5, 8)
     assert (seen.epoch, seen.throughput, seen.workers) == (0.5, 2.0, 2)
@@ -132,6 +132,11 @@ def test_progress_is_read_from_the_figures() -> None:
     seen.evaluated({"loss": 2})
     seen.evaluated({"accuracy": 0.5}, step=0, mode="max")
     assert events == [Evaluated(1, {"loss": 2.0}), Evaluated(0, {"accuracy": 0.5}, "max")]
+    seen.scale_lr(0.5, "it is late")
+    assert events.pop() == LrScaled(0.5, "it is late")
+    for scale in (0.0, float("inf"), -1.0):
+        with pytest.raises(ValueError, match=f"scale={scale}"):
+            seen.scale_lr(scale)
     with pytest.raises(ValueError, match="no metric"):
         seen.evaluated({})
     none = progress_of(meter(), None, 2, SERVER.model, told.append, events.append)

@@ -204,9 +204,11 @@ def test_a_resumed_run_goes_on_with_average_best_and_history(every: int, tmp_pat
     assert len(first.history) < len(second.history)
     assert repr(second.best) == repr(whole.best)
     assert flat(second.best_model).tolist() == flat(whole.best_model).tolist()
-    found, expected = second._averaged, whole._averaged
-    assert found is not None and expected is not None
-    assert flat(found.model).tolist() == flat(expected.model).tolist()
+    averages = []
+    for each in (second, whole):
+        assert each._averaged is not None and each._averaged.model is not None
+        averages.append(flat(each._averaged.model).tolist())
+    assert averages[0] == averages[1]
     assert [done.step for done in later.evaluations][:2] == [15, 15]  # of both callbacks
 
 
@@ -242,7 +244,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="Evaluate does not fit"):
         restore_states([evaluate], {"Evaluate": other}, lambda: None)
     model = nn.Linear(2, 1)
-    data = {"history": [], "best": None, "bad": 0}
+    data: dict[str, Any] = {"history": [], "best": None, "bad": 0, "plateau": None}
     wrong = State(data, {"best/weight": torch.zeros(1, 3), "best/bias": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="'weight' is of another shape"):
         restore_states([evaluate], {"Evaluate": wrong}, lambda: model)
