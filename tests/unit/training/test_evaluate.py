@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -271,3 +272,33 @@ def test_servers_and_stores_save_it_too(
     found, expected = ([(e.step, e.metrics) for e in each.history] for each in (later, whole))
     assert found == expected  # but slices do not have the time of the simulator
     assert flat(later.best_model).tolist() == flat(whole.best_model).tolist()
+
+
+PLAIN: dict[str, Any] = {"type": "any", "more": [1, (2.5, float("inf"))]}
+
+
+class Count(pl.Callback):
+    """A callback with an array of numpy, beside those of torch."""
+
+    def started(self, live: Any) -> None:
+        self.steps = np.zeros(2, np.int64)
+
+    def stepped(self, progress: pl.Progress) -> None:
+        self.steps[progress.step % 2] += 1
+
+    def state(self) -> State:
+        return State(PLAIN, {"steps": self.steps.copy()})
+
+    def restore(self, state: State, model: Any) -> None:
+        assert state.data == PLAIN
+        self.steps = state.tensors["steps"].copy()
+
+
+@pytest.mark.parametrize("beside", [[], [Evaluate(size, every=2)]])
+def test_a_callback_of_your_own_has_a_state(beside: list[Evaluate], tmp_path: Path) -> None:
+    count, engine = Count(), pl.Simulator(workers=2)
+    options: dict[str, Any] = {"progress": False, "callbacks": [*beside, count]}
+    options["checkpoints"] = pl.Checkpoints(tmp_path)
+    pl.Trainer(make_learner(), pl.sync(), engine, **options).fit(steps=5)
+    pl.Trainer(make_learner(), pl.sync(), engine, **options).resume(tmp_path).fit(steps=8)
+    assert count.steps.tolist() == [4, 4]

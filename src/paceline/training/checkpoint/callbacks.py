@@ -75,12 +75,14 @@ def read_states(
 
     arrays: yields the tensors of all states, as those of "np" or "pt".
     """
-    kinds = {"pt" if each["torch"] else "np" for each in data.values()}
-    found = {kind: dict(arrays(kind)) for kind in kinds}
+    kind = "pt" if any(each["torch"] for each in data.values()) else "np"
+    found = dict(arrays(kind)) if data else {}
     states = {}
     for name, each in data.items():
-        mark, every = f"{name}/", found["pt" if each["torch"] else "np"]
-        tensors = {k.removeprefix(mark): t for k, t in every.items() if k.startswith(mark)}
+        mark = f"{name}/"
+        tensors = {k.removeprefix(mark): t for k, t in found.items() if k.startswith(mark)}
+        if kind == "pt" and not each["torch"]:
+            tensors = {key: tensor.numpy() for key, tensor in tensors.items()}
         states[name] = State(decode(each["data"]), tensors)
     return states
 
