@@ -83,6 +83,7 @@ ONLY_IN = {
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
     | {f"integrations/{name}.py" for name in ("configured", "lightning", "transformers")}
+    | {"integrations/lightning_evaluation.py"}
     | {"integrations/trackers/tensorboard.py"}
     | {"gossip/messages.py", "planner/measure/curvature.py"}
     | {f"sessions/{n}.py" for n in ("batches", "gradients", "groups")}
