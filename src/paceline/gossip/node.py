@@ -8,7 +8,7 @@ trained (BatchNorm's statistics) go with every message, as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import sqrt
 from threading import Lock
@@ -113,7 +113,12 @@ class Node:
         self._results.pop(task, None)
 
     def step(self, step: Step) -> tuple[dict[Stat, float], dict[Figure, tuple[float, ...]]]:
-        """Mix, then take a step of the optimizer; return the statistics of both."""
+        """Mix, then take a step of the optimizer; return the statistics of both.
+
+        The optimizer gets the mean of the results, and the sum of their weights multiplies its
+        change of the model. So a weight also counts for Adam and for clipped gradients, which
+        ignore the length of a gradient.
+        """
         results = [self._results.pop(id) for id in step.weights]
         given, counts = list(step.weights.values()), [r.stats.get("count") for r in results]
         loss = mean_loss(given, [result.stats.get("loss") for result in results], counts)
@@ -126,10 +131,22 @@ class Node:
                 self._mix(step.mix)
             if weights:
                 vectors = [result.vector for result in results if result.vector is not None]
-                stats |= self.server.step(weights, vectors, self._wants)
+                stats |= self._optimize(sum(map(float, step.weights.values())), weights, vectors)
             self.version += 1
             figures = {name: self._figure(name, before) for name in self._figures}
         return stats | {"rate": self._learner.rate(self.version)}, figures
+
+    def _optimize(
+        self, factor: float, weights: Sequence[float], vectors: Sequence[Array]
+    ) -> dict[Stat, float]:
+        """Take a step of the optimizer, and multiply its change of trained values by a factor."""
+        if factor == 1.0:
+            return self.server.step(weights, vectors, self._wants)
+        trained = self.server.vector[: self._trained]
+        before = trained.copy()
+        stats = self.server.step([weight / factor for weight in weights], vectors, self._wants)
+        trained += trained.dtype.type(factor - 1.0) * (trained - before)
+        return stats
 
     def _mix(self, mix: Mapping[WorkerId, float]) -> None:
         """Mix trained tensors by the given factors; average the rest with updated copies.
@@ -330,17 +347,21 @@ class Outbox:
         return messages
 
 
-def mean_of(vectors: Iterable[Array]) -> NDArray[np.float64]:
-    """Return the mean of models, without a second list of them in memory."""
-    total, count = np.zeros(0), 0
-    for vector in vectors:
-        total = total + vector if count else vector.astype(np.float64)
-        count += 1
-    return total / count
+def mean_of(
+    vectors: Mapping[WorkerId, Array], weights: Mapping[WorkerId, float] | None = None
+) -> NDArray[np.float64]:
+    """Return the weighted mean of models, without a second list of them in memory."""
+    total, sum_of_weights = np.zeros(0), 0.0
+    for name, vector in vectors.items():
+        weight = 1.0 if weights is None else weights[name]
+        share = vector.astype(np.float64) if weight == 1.0 else vector * np.float64(weight)
+        total = total + share if sum_of_weights else share
+        sum_of_weights += weight
+    return total / sum_of_weights
 
 
 def consensus(vectors: Mapping[WorkerId, Array]) -> float:
     """Return the consensus distance: the root of the mean squared distance from the mean."""
-    mean = mean_of(vectors.values())
+    mean = mean_of(vectors)
     squares = [float(np.linalg.norm(vector - mean)) ** 2 for vector in vectors.values()]
     return sqrt(sum(squares) / len(squares))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 from paceline.codecs.triggers import Always, Trigger
 from paceline.core.policy import Policy
@@ -36,11 +37,12 @@ WINDOW, SILENCE = 20, 150
 class Gossip(Policy):
     """One node of a graph. After each gradient the node mixes its model and takes a step:
 
-    x_i <- mix(x_i, x̂) - rate * g(x_i)
+    x_i <- mix(x_i, x̂) - rate * w_i * g(x_i)
 
-    where x̂ are public copies: those of the neighbors and its own. Then the node publishes the
-    tensors for which the trigger fires. No node waits for a neighbor. When a node dies, all others
-    repair the graph in the same way (`Graph.without`), and new neighbors exchange whole copies.
+    where w_i is the weight of its steps. x̂ are public copies: those of the neighbors and its own.
+    Then the node publishes the tensors for which the trigger fires. No node waits for a neighbor.
+    When a node dies, all others repair the graph in the same way (`Graph.without`), and new
+    neighbors exchange whole copies.
 
     | method | expression |
     |---|---|
@@ -56,6 +58,10 @@ class Gossip(Policy):
     local_steps: the steps between two exchanges; the other steps neither mix nor send.
     tiled: whether every node has a data shard of its own, by its place in the graph.
 
+    step_weights: the factor w_i of each node's steps. By default it is n_i * nodes / N, for a shard of
+        n_i of all N samples. So the nodes minimize the mean loss of all samples. That assumes about as many steps of each node. If a node with twice the
+        samples also takes twice the steps, give 1 for all nodes.
+
     Each node computes an equal share of the global batch, so that all steps together use as many
     samples as with a central coordinator. A slow node takes fewer steps: its data count for less.
     """
@@ -65,6 +71,7 @@ class Gossip(Policy):
     trigger: Trigger = field(default_factory=Always)
     local_steps: int = 1
     tiled: bool = True
+    step_weights: Mapping[WorkerId, float] | None = None
     _gone: set[WorkerId] = field(default_factory=set, init=False, repr=False)
     # Neighbors that have a copy of this node's model, and neighbors whose copy this node has.
     _told: set[WorkerId] = field(default_factory=set, init=False, repr=False)
@@ -94,6 +101,14 @@ class Gossip(Policy):
         ):
             if isinstance(given, type) or not hasattr(given, method):
                 raise ValueError(f"{name}={given!r}: give an object, such as {example}")
+        if (given := self.step_weights) is not None and not (
+            set(given) == set(self.graph.nodes)
+            and all(isfinite(weight) and weight > 0 for weight in given.values())
+        ):
+            raise ValueError(
+                f"step_weights={given!r}: give a finite number above 0 for each node, "
+                f"{self.graph.nodes[0]} to {self.graph.nodes[-1]}"
+            )
 
     decentralized = True
 
@@ -137,7 +152,8 @@ class Gossip(Policy):
                 self._note(sender, version, view.version)
             case Finished(task):
                 if view.held[task].samples:
-                    yield Step({task: 1.0}, self._mix(view))
+                    weights = self.step_weights or {}
+                    yield Step({task: weights.get(me, 1.0)}, self._mix(view))
                 else:
                     yield Discard(task)
                 if me in view.workers:

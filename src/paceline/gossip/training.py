@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.journal import Entry, Header, Journal
+from paceline.core.logs import logger_of
 from paceline.core.protocol import Evaluated, LrScaled, Peer, Prices, WorkerId
 from paceline.core.state import describe
 from paceline.data.partition import even
@@ -27,6 +28,10 @@ from paceline.report.callbacks import Callback, Progress, progress_of
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
+
+logger = logger_of(__name__)
+
+_FAR_FROM_EQUAL = 1.5  # the samples of one node count this many times as much as those of another
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,12 @@ class GossipTraining:
                 f"the data have {tiles.parts} shards (tiles) and the graph has {len(nodes)} "
                 f"nodes; use {len(nodes)} shards: node i of the graph gets shard i"
             )
-        self.policy = replace(policy, tiled=tiles is not None)
+        self._samples = samples_of(tiles, nodes)
+        weights = policy.step_weights
+        if weights is None and self._samples is not None:
+            mean = sum(self._samples.values()) / len(nodes)
+            weights = {node: count / mean for node, count in self._samples.items()}
+        self.policy = replace(policy, tiled=tiles is not None, step_weights=weights)
         tensors = tensors_of(learner.server().layout)
         self.header = common = Header(
             describe(self.policy), learner.batch_size, about, None, learner.message_bytes, prices,
@@ -135,7 +145,7 @@ class GossipTraining:
                     progress = replace(
                         progress,
                         step=total.version // nodes,
-                        loss=float(np.mean(total.columns["loss"][-nodes:])),
+                        loss=self._loss(),
                     )
                     for callback in callbacks:
                         callback.stepped(progress)
@@ -150,6 +160,7 @@ class GossipTraining:
                 for callback in callbacks:
                     callback.ending(progress)
             self._vectors = engine.vectors()
+        self._compare_counts()
         return engine.reason or "all nodes have stopped"
 
     def _record(self, event: Evaluated | LrScaled) -> None:
@@ -169,16 +180,56 @@ class GossipTraining:
         return {node: self._model(vector) for node, vector in self._vectors.items()}
 
     def mean(self) -> Any:
-        """Return the mean of all models."""
+        """Return the mean of all models, by the samples of the nodes.
+
+        Where training stands still, sum_i n_i grad f_i(x_i) = 0. With one curvature for all nodes,
+        the mean of x_i by n_i then is the very optimum over all samples.
+        """
         return self._mean(self._vectors)
 
     def summary(self) -> str:
         return self.meter.lines(consensus(self._vectors))
 
     def _mean(self, vectors: Mapping[WorkerId, Array]) -> Any:
-        return self._model(mean_of(vectors.values()))
+        return self._model(mean_of(vectors, self._samples))
+
+    def _loss(self) -> float:
+        """Return the mean of the nodes' last losses, by their samples."""
+        if self._samples is None:
+            return float(np.mean(self.meter.total.columns["loss"][-len(self.journals) :]))
+        losses = {n: m.columns["loss"][-1] for n, m in self.meter.nodes.items() if m.version}
+        weights = [self._samples[node] for node in losses]
+        return float(np.average(list(losses.values()), weights=weights))
+
+    def _compare_counts(self) -> None:
+        """Warn if the samples of a node counted much more or less than those of others."""
+        weights, counts = self.policy.step_weights, self._samples
+        if weights is None or counts is None:
+            return
+        per_sample = {
+            n: weights[n] * self.meter.nodes[n].version / counts[n] for n in self._vectors
+        }
+        here = sum(counts[node] for node in per_sample)
+        mean = sum(each * counts[node] for node, each in per_sample.items()) / here
+        counted = {node: each / max(mean, 1e-300) for node, each in per_sample.items()}
+        least, most = min(counted, key=counted.__getitem__), max(counted, key=counted.__getitem__)
+        if counted[least] * _FAR_FROM_EQUAL < counted[most]:
+            logger.warning(
+                "the nodes took unequal numbers of steps: a sample of %s counted %.2g times as "
+                "much as it should, one of %s %.2g times; give Gossip(step_weights=…) in "
+                "proportion to samples over steps",
+                least, counted[least], most, counted[most],
+            )  # fmt: skip
 
     def _model(self, vector: Array) -> Any:
         server = self._learner.server()
         server.vector[:] = vector
         return server.model()
+
+
+def samples_of(tiles: Partition | None, nodes: Sequence[WorkerId]) -> dict[WorkerId, int] | None:
+    """Return the samples of each node; None if all have equally many, up to one."""
+    if tiles is None:
+        return None
+    counts = dict(zip(nodes, tiles.sizes.tolist(), strict=True))
+    return counts if max(counts.values()) - min(counts.values()) > 1 else None
