@@ -50,7 +50,7 @@ def paces(run: pl.Run, begin: float, end: float) -> dict[str, float]:
 @pytest.mark.timing
 def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
     learner = make_learner(hidden=512, batch_size=512)
-    engine = pl.Ray(workers=8)
+    engine = pl.Ray(workers=8, respawns=0)
     trouble = Trouble(engine, at=60)
     policy = pl.gossip.Gossip(
         pl.gossip.ring(8), pl.gossip.Difference(0.5), pl.gossip.OnChange(0.1, every=20)

@@ -10,9 +10,11 @@ import paceline.gossip.messages as messages
 from paceline.core.protocol import WorkerId
 from paceline.engines.checks import ResultCheck
 from paceline.engines.ray.pool import Pool
-from paceline.gossip.node import Node, Outbox
+from paceline.gossip.node import Node
+from paceline.gossip.outbox import Outbox
 from paceline.gossip.ray.driver import RayGossip
-from paceline.gossip.ray.process import MessageSender, NodeProcess
+from paceline.gossip.ray.process import NodeProcess
+from paceline.gossip.ray.sender import MessageSender
 from paceline.gossip.validation import MessageCheck
 from tests.storms.planted import Patch
 
@@ -45,7 +47,12 @@ def _keep_copies_of_the_dead() -> list[Patch]:
 
 
 def _tell_of_a_death_once() -> list[Patch]:
-    return [(RayGossip, "_tell", lambda self, member, event: member.actor.tell.remote(event))]
+    def _once(self: Any, member: Any, event: Any, handle: Any = None) -> None:
+        number = self._numbers.get(member, 0)
+        self._numbers[member] = number + 1
+        member.actor.tell.remote(number, event, handle)
+
+    return [(RayGossip, "_tell", _once)]
 
 
 def _let_go_of_entries_that_nobody_has_heard() -> list[Patch]:
@@ -58,7 +65,7 @@ def _let_go_of_entries_that_nobody_has_heard() -> list[Patch]:
 
 
 def _take_a_lost_message_for_one_that_arrived() -> list[Patch]:
-    def broken(self: Any, peer: WorkerId, answer: Future[Any]) -> None:
+    def broken(self: Any, peer: WorkerId, handle: Any, answer: Future[Any]) -> None:
         self._on_the_way.discard(peer)
         self._due[peer] = None
 

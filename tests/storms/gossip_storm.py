@@ -38,7 +38,7 @@ import numpy as np
 from paceline.core.coordinator import replay
 from paceline.core.errors import NodesLost
 from paceline.core.journal import Entry
-from paceline.core.protocol import Finished, Received, Start, Step, Task, WorkerId
+from paceline.core.protocol import Finished, Joined, Left, Received, Start, Step, Task, WorkerId
 from paceline.gossip.graphs import (
     Graph,
     complete,
@@ -334,9 +334,13 @@ class GossipStorm:
         taken = run.meter.version
         require(taken >= steps, "I7", f"ended after {taken} of {steps} steps: {run.reason}")
         for name, process in self.world.peers.items():
-            entries = list(run.journals[name])
-            own = process.peer.journal
-            require(entries == own[: len(entries)], "I4", f"the journal of {name} has a gap")
+            entries, own = list(run.journals[name]), process.peer.journal
+            same = next((i for i, (a, b) in enumerate(zip(entries, own, strict=False)) if a != b),
+                        min(len(entries), len(own)))  # fmt: skip
+            rest = [entry.event for entry in entries[same:]]  # by the driver, of one that is dead
+            ends = not rest or (process.died and all(isinstance(e, Joined | Left) for e in rest))
+            require(bool(ends), "I4", f"the journal of {name} has a gap")
+            entries = entries[:same]
             over = process.over_at + _HEARD < self.stop_by and self._is_long()
             require(not over or len(entries) == len(own), "I4", f"the end of {name} is missing")
             again = replay(run.driven_policy, run.journals[name])

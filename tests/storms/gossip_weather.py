@@ -22,10 +22,11 @@ from paceline.engines.checks import KNOWN
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Cluster
 from paceline.engines.ray.worker import Place, Worker
-from paceline.gossip.job import GossipJob
+from paceline.gossip.job import GossipJob, Return
 from paceline.gossip.node import Node
-from paceline.gossip.ray.process import MessageSender, NodeProcess
-from paceline.learners.base import Array, Outcome, Proceed
+from paceline.gossip.ray.process import NodeProcess
+from paceline.gossip.ray.sender import MessageSender
+from paceline.learners.base import Array, Outcome, Proceed, Saved
 from tests.storms.processes import died, unavailable
 from tests.storms.simulated import SimulatedCluster
 from tests.storms.weather import Weather, World
@@ -134,6 +135,7 @@ class Process:
         self.tell = _Method(self._tell)
         self.entries = _Method(self._entries)
         self.vector = _Method(self._vector)
+        self.saved = _Method(self._saved)
         world.peers[name] = self
 
     def die(self) -> None:
@@ -168,31 +170,49 @@ class Process:
 
     # --- what the driver calls -------------------------------------------------------------------
 
-    def _set_up(self, answer: Answer, job: GossipJob, name: WorkerId) -> None:
+    def _set_up(
+        self, answer: Answer, job: GossipJob, name: WorkerId, source: Answer | None = None
+    ) -> None:
         self.expect(answer)
         if self.world.strikes("no_start"):
             if self.world.rng.random() < 0.5:
                 self.world.after(_START, self.die)
             return
-        self.after(_START, lambda: answer.give(self.peer.set_up(job, name)))
+        if source is None:
+            self.after(_START, lambda: answer.give(self.peer.set_up(job, name)))
+        else:
+            source.future().add_done_callback(partial(self._set_up_with, answer, job, name))
 
-    def _train(self, answer: Answer, others: Mapping[WorkerId, Process]) -> None:
+    def _set_up_with(
+        self, answer: Answer, job: GossipJob, name: WorkerId, source: Future[Any]
+    ) -> None:
+        if (error := source.exception()) is not None:
+            self.world.after(_START, partial(answer.fail, error))  # type: ignore[arg-type]
+            return
+        saved = source.result()
+        self.after(_START, lambda: answer.give(self.peer.set_up(job, name, saved)))
+
+    def _train(
+        self, answer: Answer, others: Mapping[WorkerId, Process], returned: Return | None = None
+    ) -> None:
         self.expect(answer)
         self._training = answer
         links = {name: Link(self, other) for name, other in others.items()}
-        self.after(self.world.rng.uniform(0, 0.1), lambda: self.peer.begin(links))
+        self.after(self.world.rng.uniform(0, 0.1), lambda: self.peer.begin(links, returned))
 
     def ended(self) -> None:
         assert self._training is not None
         self.over_at = self.world.now
         self.world.after(_LATENCY, partial(self._training.give, None))
 
-    def _tell(self, answer: Answer, event: Event) -> None:
+    def _tell(
+        self, answer: Answer, number: int, event: Event, other: Process | None = None
+    ) -> None:
         if isinstance(event, Interrupted):
             self.world.stopped = min(self.world.stopped, self.world.now)
 
         def told() -> None:
-            self.peer.tell(event)
+            self.peer.tell(number, event, None if other is None else Link(self, other))
             self.peer.look_around()
             answer.give(None)
 
@@ -204,6 +224,9 @@ class Process:
 
     def _vector(self, answer: Answer) -> None:
         self._call(answer, 0.0, lambda: answer.give(self.peer.vector()))
+
+    def _saved(self, answer: Answer) -> None:
+        self._call(answer, 0.0, lambda: answer.give(self.peer.saved()))
 
     def _call(self, answer: Answer, waits: float, action: Callable[[], None]) -> None:
         """Carry out a call of the driver; it may hear too late, or nothing, of it."""
@@ -282,13 +305,13 @@ class SimulatedPeer(NodeProcess):
         assert self._sender is not None
         return self._sender
 
-    def set_up(self, job: GossipJob, name: WorkerId) -> Place:
-        place = super().set_up(job, name)
+    def set_up(self, job: GossipJob, name: WorkerId, saved: Saved | None = None) -> Place:
+        place = super().set_up(job, name, saved)
         self.node._replica = _Spoiling(self, self.node._replica)
         return place
 
-    def begin(self, links: Mapping[WorkerId, Link]) -> None:
-        self._begin(links)
+    def begin(self, links: Mapping[WorkerId, Link], returned: Return | None = None) -> None:
+        self._begin(links, returned)
         self.look_around()
 
     def look_around(self) -> None:
@@ -450,9 +473,9 @@ class _PeerCluster(SimulatedCluster):
 class PeersOnRay(Ray):
     """`Ray` with simulated processes, for decentralized runs."""
 
-    def __init__(self, workers: int, world: Waters) -> None:
+    def __init__(self, workers: int, world: Waters, respawns: int = 0) -> None:
         self.world = world
-        super().__init__(workers, start_timeout=5.0)
+        super().__init__(workers, start_timeout=5.0, respawns=respawns)
 
     def _make_cluster(self) -> Cluster:
         return _PeerCluster(self.world)

@@ -158,6 +158,8 @@ class Ledger:
                 self._lose(self._end_all(worker))
                 del self.workers[worker]
                 self._refresh(worker)
+                if worker == self.node:  # a node that returns has no copies of its peers
+                    self.copies = {worker: self.copies[worker]}
             case Received(sender, version):
                 self.copies[sender] = version
             case TimerFired(name):

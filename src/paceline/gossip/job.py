@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Header, Journal
@@ -18,6 +18,20 @@ from paceline.learners.base import Learner
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
+
+
+@dataclass(frozen=True)
+class Return:
+    """The state in which a node joins again.
+
+    state: of its coordinator, after the node left.
+    began: seconds that have passed in the run.
+    deaths: of each node so far.
+    """
+
+    state: Mapping[str, Any]
+    began: float
+    deaths: Mapping[WorkerId, int]
 
 
 @dataclass(frozen=True)

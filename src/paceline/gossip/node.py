@@ -8,7 +8,7 @@ trained (BatchNorm's statistics) go with every message, as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import sqrt
 from threading import Lock
@@ -23,7 +23,7 @@ from paceline.core.protocol import Figure, Peer, Stat, Step, Task, TaskId, Want,
 from paceline.engines.checks import NOT_FINITE, ResultCheck, norm_of
 from paceline.gossip.mixing import mixed
 from paceline.gossip.validation import MessageCheck
-from paceline.learners.base import Array, Layout, Learner, Outcome, Proceed
+from paceline.learners.base import Array, Layout, Learner, Outcome, Proceed, Saved
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes, Codec
@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # which needs torch
 
 logger = logger_of(__name__)
 
+_LIFE = 1 << 32
+"""The first message of a node that died d times has the number d * _LIFE. So a late message of an
+earlier life has too low a number."""
 _AGAIN = 2  # rejected results in a row; the model itself causes the next one
 
 
@@ -81,6 +84,7 @@ class Node:
         self._heard = dict.fromkeys(peer.neighbors, (0, 0))
         self._updated: set[WorkerId] = set()  # peers whose copies moved since the last mix
         self._gone: set[WorkerId] = set()
+        self._deaths: dict[WorkerId, int] = {}  # of peers, and its own; see `_LIFE`
         self._result_check = ResultCheck(self.server.vector.size, self.server.vector.dtype)
         self._message_check = MessageCheck()
         self._refused = 0  # rejected results in a row
@@ -208,8 +212,13 @@ class Node:
         update = self._read(sender, packed)
         is_whole = not update.is_change and len(update.tensors) == len(self._sizes)
         with self._lock:
-            if sender in self._gone or sender == self._name:
+            late = update.number < self._deaths.get(sender, 0) * _LIFE
+            if late or sender == self._name:
                 return None
+            if sender in self._gone:
+                raise RejectedUpdate(
+                    f"{sender} joined again, and {self._name} has not been told yet"
+                )
             if sender not in self._copies and not is_whole:
                 return None  # a change of a copy that this node does not have
             before, version = self._heard.get(sender, (-1, 0))
@@ -275,6 +284,7 @@ class Node:
         """Drop the copy of a peer that left, and ignore its late messages."""
         with self._lock:
             self._gone.add(peer)
+            self._deaths[peer] = self._deaths.get(peer, 0) + 1
             self._copies.pop(peer, None)
             self._heard.pop(peer, None)
             self._updated.discard(peer)
@@ -284,6 +294,37 @@ class Node:
         """Accept messages of a peer that joined again."""
         with self._lock:
             self._gone.discard(peer)
+
+    def has_copy(self, peer: WorkerId) -> bool:
+        with self._lock:
+            return peer in self._copies
+
+    def return_to_life(self) -> None:
+        """Number messages anew: peers have dropped the copy of this node."""
+        with self._lock:
+            deaths = self._deaths[self._name] = self._deaths.get(self._name, 0) + 1
+            self._number = deaths * _LIFE
+
+    def saved(self) -> Saved:
+        """Return the state of model and optimizer, which the next step does not change."""
+        with self._lock:
+            return self.server.save().copy()
+
+    def load(
+        self, saved: Saved, version: int, deaths: Mapping[WorkerId, int], gone: Iterable[WorkerId]
+    ) -> None:
+        """Begin with a model and an optimizer's state, and without copies of peers.
+
+        deaths: of each node; the messages of earlier lives are ignored.
+        gone: the peers that are away.
+        """
+        with self._lock:
+            self.server.load(saved)
+            self.version = version
+            self._start = self.server.vector.copy()
+            self._copies, self._heard = {self._name: self._start}, {}
+            self._deaths, self._gone = dict(deaths), set(gone)
+            self._number = self._deaths.get(self._name, 0) * _LIFE
 
     def _own(self, name: WorkerId) -> Array:
         """Return a copy that this node may write to."""
@@ -314,37 +355,6 @@ class Node:
         untrained, mark = model[self._trained :], sender_mark(self._name)
         update = Update(self.version, self._number, is_change, tensors, values, untrained, mark)
         return pack_update(update, len(self._sizes), self._codec)
-
-
-class Outbox:
-    """Messages for one peer that wait to be sent.
-
-    Once they are longer than the public copy, the outbox sends the whole copy in their place. So
-    it never holds more than one copy for a slow link.
-    """
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._messages: list[Bytes] = []
-        self._whole = False
-
-    def add(self, message: Bytes) -> None:
-        if not self._whole:
-            self._messages.append(message)
-            if len(self._messages) > 1:
-                total = sum(each.nbytes for each in self._messages)
-                self._whole = total > self._node.server.vector.nbytes
-        if self._whole:
-            self._messages = []
-
-    def add_whole(self) -> None:
-        self._messages, self._whole = [], True
-
-    def take(self) -> list[Bytes]:
-        """Return the messages to send now, and empty the outbox."""
-        messages = [self._node.whole_copy()] if self._whole else self._messages
-        self._messages, self._whole = [], False
-        return messages
 
 
 def mean_of(

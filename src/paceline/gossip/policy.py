@@ -57,10 +57,10 @@ class Gossip(Policy):
     trigger: decides which tensors to publish.
     local_steps: the steps between two exchanges; the other steps neither mix nor send.
     tiled: whether every node has a data shard of its own, by its place in the graph.
-
-    step_weights: the factor w_i of each node's steps. By default it is n_i * nodes / N, for a shard of
-        n_i of all N samples. So the nodes minimize the mean loss of all samples. That assumes about as many steps of each node. If a node with twice the
-        samples also takes twice the steps, give 1 for all nodes.
+    step_weights: the factor w_i of each node's steps. By default it is n_i * nodes / N, for a shard
+        of n_i of all N samples. So the nodes minimize the mean loss of all samples. That assumes
+        about as many steps of each node. If a node with twice the samples also takes twice the
+        steps, give 1 for all nodes.
 
     Each node computes an equal share of the global batch, so that all steps together use as many
     samples as with a central coordinator. A slow node takes fewer steps: its data count for less.
@@ -144,7 +144,8 @@ class Gossip(Policy):
                 yield from self._introduce(view)
                 yield self._assign(view)
             case Left(worker) if worker == me:
-                self._told = set()  # the others drop its copy
+                self._told = set()  # the others drop its copy,
+                self._known = set()  # and its copies of theirs are lost, or old when it returns
             case Joined(worker) | Left(worker):
                 yield from self._repair(view, worker, isinstance(event, Left))
             case Received(sender, version):

@@ -42,7 +42,8 @@ from paceline.delays.links import Link
 from paceline.delays.models import Delay
 from paceline.engines.simulator import SimulatedWorkers
 from paceline.gossip.job import GossipJob
-from paceline.gossip.node import Node, Outbox, RejectedUpdate
+from paceline.gossip.node import Node, RejectedUpdate
+from paceline.gossip.outbox import Outbox
 from paceline.learners.base import Array
 
 if TYPE_CHECKING:  # which needs torch
@@ -159,6 +160,7 @@ class SimulatedGossip:
             case Left(worker) if worker == name:
                 place.here, place.task = False, None
                 place.outboxes.clear()
+                self._nodes[name].return_to_life()
             case Left(worker):
                 place.outboxes.pop(worker, None)
                 self._nodes[name].forget(worker)

@@ -9,7 +9,8 @@ import torch
 import paceline as pl
 from paceline.codecs.base import Codec, Message, pack, unpack
 from paceline.core.protocol import Figure, Peer, Step, Task, Want, Work
-from paceline.gossip.node import Node, Outbox, RejectedUpdate, consensus
+from paceline.gossip.node import Node, RejectedUpdate, consensus
+from paceline.gossip.outbox import Outbox
 from tests.conftest import make_learner
 
 EACH: frozenset[Want] = frozenset({"rate", ("each", "norm"), ("each", "change"), ("each", "move")})
@@ -191,8 +192,14 @@ def test_nothing_is_taken_from_who_is_gone() -> None:
     receiver.forget("w0")
     assert receiver.receive("w0", sender.publish(None)) is None
     assert receiver.receive("w0", sender.whole_copy()) is None and "w0" not in receiver._copies
+    late = sender.whole_copy()
+    sender.return_to_life()
+    with pytest.raises(RejectedUpdate, match="w0 joined again, and w1 has not been told yet"):
+        receiver.receive("w0", sender.whole_copy())  # so that it is sent again
     receiver.welcome("w0")
+    assert receiver.receive("w0", late) is None  # of its earlier life
     assert receiver.receive("w0", sender.whole_copy()) == 1
+    assert receiver.receive("w0", late) is None
 
 
 def test_a_result_that_is_not_finite_is_of_no_use_until_it_is_the_models_doing() -> None:

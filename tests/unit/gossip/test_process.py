@@ -13,7 +13,8 @@ from paceline.codecs.base import Bytes
 from paceline.core.journal import Entry
 from paceline.core.protocol import Left, Peer, TimerFired
 from paceline.gossip.node import Node
-from paceline.gossip.ray.process import MessageSender, NodeProcess
+from paceline.gossip.ray.process import NodeProcess
+from paceline.gossip.ray.sender import MessageSender
 
 ENTRIES = [Entry(float(at), TimerFired(str(at)), ()) for at in range(5)]
 
@@ -33,9 +34,9 @@ def test_entries_are_kept_until_the_driver_has_them() -> None:
 def test_a_death_that_is_told_twice_is_heard_once_and_ends_all_news() -> None:
     peer = NodeProcess()
     peer._updated = {"w1": 7, "w2": 3}
-    peer.tell(Left("w1"))
-    peer.tell(Left("w1"))
-    assert list(peer._told) == [Left("w1")] and peer._updated == {"w2": 3}
+    peer.tell(0, Left("w1"))
+    peer.tell(0, Left("w1"))
+    assert list(peer._told) == [(Left("w1"), None)] and peer._updated == {"w2": 3}
 
 
 class Handle:

@@ -163,7 +163,7 @@ class Ray:
         self._ours = cluster.connect(self._address, self.size, need) or self._ours
         gpus = self._gpus_each(learner)
         make = cluster.make_workers(self._cpus, gpus, self.size, self._ours, kind)
-        pool = Pool(list(gpus), make, 0, cluster)
+        pool = Pool(list(gpus), make, self._respawns, cluster)
         pool.fill()
         self._lent_pool = pool
         return pool

@@ -1,6 +1,7 @@
 """The driver of decentralized training on Ray.
 
 The driver starts the nodes, collects their journals, and reports the death of a node to all others.
+It replays the journals, so it knows the state in which a dead node has to join again.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Any
 
 import ray
 
+from paceline.core.coordinator import Coordinator
 from paceline.core.errors import NodesLost
 from paceline.core.journal import Entry
 from paceline.core.logs import logger_of
-from paceline.core.protocol import Event, Interrupted, Left, WorkerId
+from paceline.core.protocol import Event, Finished, Interrupted, Joined, Left, WorkerId
+from paceline.engines.ray.failures import reason_of
 from paceline.engines.ray.pickled import check_pickled
 from paceline.engines.ray.pool import Member, Pool, RayWorkers
-from paceline.gossip.job import GossipJob
+from paceline.gossip.job import GossipJob, Return
+from paceline.gossip.policy import Gossip
 from paceline.gossip.ray.process import NodeProcess
 from paceline.learners.base import Array
 
@@ -34,7 +38,9 @@ GRACE = 10.0  # seconds for nodes to stop, and to return their model
 class RayGossip:
     """Runs a node in an actor in the place of each worker.
 
-    All nodes count as lost when none has answered for the timeout of the workers.
+    A process that dies is started again, as often as the pool allows. It takes the model and the
+    optimizer's state of a neighbor and goes on where its journal ends. All nodes count as lost when
+    none has answered for the timeout of the workers.
     """
 
     def __init__(self, workers: RayWorkers) -> None:
@@ -45,6 +51,13 @@ class RayGossip:
         self._calls = self._cluster.calls()
         self._training: set[WorkerId] = set()  # nodes whose call has not returned
         self._reporting: set[WorkerId] = set()  # nodes whose last entries have not arrived
+        self._coordinators: dict[WorkerId, Coordinator] = {}  # of all nodes, by their journals
+        self._deaths: dict[WorkerId, int] = {}
+        self._starts: dict[WorkerId, int] = {}  # of nodes that died
+        self._job: Any = None  # as given to the processes
+        # For each process: the events that it has yet to be told, and the number told so far.
+        self._events: dict[Member, deque[tuple[Event, Any]]] = {}
+        self._numbers: dict[Member, int] = {}
         self._entries: deque[tuple[WorkerId, Entry]] = deque()
         self._seen: dict[WorkerId, int] = {}
         self._stop_by = inf
@@ -58,20 +71,13 @@ class RayGossip:
         check_pickled(job.learner)
         self._pool = self._workers.start(NodeProcess, job.learner)
         self._bytes = job.learner.message_bytes
+        self._coordinators = {name: job.coordinator(name) for name in job.headers}
         self._set_up(job)
-        handles = {name: member.actor for name, member in self._members().items()}
         self._origin = self._clock()
-        for name, member in self._members().items():
-            self._training.add(name)
-            self._reporting.add(name)
-            others = {peer: handle for peer, handle in handles.items() if peer != name}
-            self._calls.add(
-                member.actor.train.remote(others), inf, partial(self._ended, member), _no_deadline
-            )
-            self._collect(member)
+        for member in self._members().values():
+            self._train(member, None)
         while (self._training or self._reporting) and self._clock() < self._stop_by:
-            while self._entries:
-                yield self._entries.popleft()
+            yield from self._drained()
             until = min(self._clock() + 1.0, self._stop_by, self._origin + job.seconds)
             listening = self._clock()
             self._calls.wait(until)
@@ -84,8 +90,7 @@ class RayGossip:
                 )
             if self.reason is None and self.now() >= job.seconds:
                 self._stop(f"{job.seconds:g} seconds passed")
-        yield from self._entries
-        self._entries.clear()
+        yield from self._drained()
         for name in sorted(self._training):
             logger.warning(
                 "node %s did not stop within %g s; its model may be of a later step", name, GRACE
@@ -134,15 +139,15 @@ class RayGossip:
     # --- the nodes -------------------------------------------------------------------------------
 
     def _set_up(self, job: GossipJob) -> None:
-        given = self._cluster.put(job)
-        for name, member in self._members().items():
+        self._job = self._cluster.put(job)
+        for name, member in self._pool_members().items():
             self._calls.add(
-                member.actor.set_up.remote(given, name),
+                member.actor.set_up.remote(self._job, name),
                 self._start_timeout,
                 partial(self._is_up, member),
                 partial(self._failed, f"did not start in {self._start_timeout:g} s", member),
             )
-        while not all(member.joined for member in self._members().values()):
+        while not all(member.joined for member in self._pool_members().values()):
             if not self._calls.wait(inf):
                 raise NodesLost(
                     "some nodes did not start; a decentralized run needs all nodes at its start"
@@ -160,6 +165,31 @@ class RayGossip:
             f"node {member.name} {why}; a decentralized run needs all nodes at its start"
         )
 
+    def _train(self, member: Member, returned: Return | None) -> None:
+        """Have a node train, and report."""
+        name = member.name
+        self._training.add(name)
+        self._reporting.add(name)
+        self._seen[name] = 0
+        others = {peer: other.actor for peer, other in self._members().items() if peer != name}
+        self._calls.add(
+            member.actor.train.remote(others, returned),
+            inf,
+            partial(self._ended, member),
+            _no_deadline,
+        )
+        self._collect(member)
+
+    def _drained(self) -> Iterator[tuple[WorkerId, Entry]]:
+        while self._entries:
+            yield self._entries.popleft()
+
+    def _record(self, name: WorkerId, event: Event) -> None:
+        """Write an event into the journal of a node that is away."""
+        coordinator = self._coordinators[name]
+        now = max(self.now(), coordinator.ledger.now)
+        self._entries.append((name, coordinator.handle(now, event)))
+
     def _collect(self, member: Member) -> None:
         """Ask for new journal entries; the node answers after a while."""
         collected = partial(self._collected, member)
@@ -168,7 +198,7 @@ class RayGossip:
 
     def _collected(self, member: Member, future: Future[Any]) -> None:
         error = future.exception(timeout=0)
-        if isinstance(error, ray.exceptions.ActorDiedError):
+        if isinstance(error, ray.exceptions.ActorDiedError) or not self._is_current(member):
             return  # the call that trains fails too
         if error is not None:
             self._collect(member)
@@ -177,8 +207,12 @@ class RayGossip:
         self._silence = 0.0
         first, entries, ended = future.result(timeout=0)
         new = entries[self._seen.get(member.name, 0) - first :]
-        self._entries.extend((member.name, entry) for entry in new)
+        for entry in new:
+            self._coordinators[member.name].handle(entry.now, entry.event)
+            self._entries.append((member.name, entry))
         self._seen[member.name] = first + len(entries)
+        if self._pool is not None and any(isinstance(entry.event, Finished) for entry in new):
+            self._pool.trust(member.name)
         if ended:
             self._reporting.discard(member.name)
         else:
@@ -191,36 +225,120 @@ class RayGossip:
         self._training.discard(member.name)
         if error is None:
             return  # its last entries follow
-        logger.warning("node %s is lost: %s", member.name, type(error).__name__)
+        self._lose(member, reason_of(error))
+        if member.name not in self._coordinators[member.name].ledger.workers:
+            self._record(member.name, Joined(member.name))  # it died before its first report
+        self._record(member.name, Left(member.name))
+        self._tell_all(Left(member.name))
+
+    # --- nodes that join again -------------------------------------------------------------------
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Kill a process that counts as lost, and start it again after a while."""
         assert self._pool is not None
-        self._cluster.kill(member.actor)  # a node that counts as lost must not go on
-        self._pool.members.pop(member.name, None)
-        self._reporting.discard(member.name)
+        name, joined = member.name, member.joined
+        pause = self._pool.remove_lost(member)  # a node that counts as lost must not go on
+        self._reporting.discard(name)
+        again = "it is not started again" if pause is None else f"it starts again in {pause:g} s"
+        logger.warning("node %s is lost: %s; %s", name, why, again)
         if not self._members():
             raise NodesLost("all nodes are lost")
-        self._tell_all(Left(member.name))
+        if joined:
+            self._deaths[name] = self._deaths.get(name, 0) + 1
+        if pause is not None:
+            self._calls.later(pause, partial(self._start_again, name))
+
+    def _start_again(self, name: WorkerId) -> None:
+        """Start the process of a dead node, with the state of a neighbor."""
+        if self.reason is not None or self._pool is None:
+            return
+        self._pool.start(name)
+        member, source = self._pool.members[name], self._source(name)
+        self._calls.add(
+            member.actor.set_up.remote(self._job, name, source.actor.saved.remote()),
+            self._start_timeout,
+            partial(self._is_up_again, member),
+            partial(self._lose, member, f"it did not start in {self._start_timeout:g} s"),
+        )
+
+    def _source(self, name: WorkerId) -> Member:
+        """Return a neighbor that has a model; at each start the next one."""
+        policy = self._coordinators[name].policy
+        assert isinstance(policy, Gossip)
+        here, tries = self._members(), self._starts.get(name, 0)
+        self._starts[name] = tries + 1
+        away = set(policy.graph.nodes) - set(here) - {name}
+        near = [peer for peer in policy.graph.without(*away).neighbors[name] if peer in here]
+        awake = [peer for peer in near if peer not in self._silent] or near or list(here)
+        return here[awake[tries % len(awake)]]
+
+    def _is_up_again(self, member: Member, future: Future[Any]) -> None:
+        if not self._is_current(member):
+            return
+        if (error := future.exception(timeout=0)) is not None:
+            self._lose(member, reason_of(error))
+            return
+        if self.reason is not None:
+            return
+        name = member.name
+        ledger = self._coordinators[name].ledger
+        state = self._coordinators[name].state()
+        returned = Return(state, max(self.now(), ledger.now), dict(self._deaths))
+        member.place = future.result(timeout=0)
+        self._train(member, returned)
+        self._tell_all(Joined(name), member.actor)
+        member.joined = True
+        logger.warning("node %s joined again at its step %d", name, ledger.version)
 
     def _stop(self, reason: str) -> None:
         self.reason = self.reason or reason
         self._stop_by = min(self._stop_by, self._clock() + GRACE)
         self._tell_all(Interrupted(reason))
 
-    def _tell_all(self, event: Event) -> None:
-        for member in self._members().values():
-            self._tell(member, event)
+    def _tell_all(self, event: Event, handle: Any = None) -> None:
+        """Tell all nodes of an event; those that are away find it in their journals."""
+        here = self._members()
+        for member in here.values():
+            self._tell(member, event, handle)
+        if isinstance(event, Left | Joined):
+            for name in self._coordinators:
+                if name not in here and name != event.worker:
+                    self._record(name, event)
 
-    def _tell(self, member: Member, event: Event) -> None:
+    def _tell(self, member: Member, event: Event, handle: Any = None) -> None:
+        """Tell a node of an event, after all earlier ones."""
+        waiting = self._events.setdefault(member, deque())
+        waiting.append((event, handle))
+        if len(waiting) == 1:
+            self._tell_next(member)
+
+    def _tell_next(self, member: Member) -> None:
         """Repeat a call until the node answers: all nodes must repair the graph alike."""
+        number, (event, handle) = self._numbers.get(member, 0), self._events[member][0]
 
         def answered(future: Future[Any]) -> None:
             error = future.exception(timeout=0)
-            if error is not None and not isinstance(error, ray.exceptions.ActorDiedError):
-                self._tell(member, event)
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                return
+            if error is None:
+                self._numbers[member] = number + 1
+                self._events[member].popleft()
+            if self._events[member]:
+                self._tell_next(member)
 
-        self._calls.add(member.actor.tell.remote(event), inf, answered, _no_deadline)
+        self._calls.add(
+            member.actor.tell.remote(number, event, handle), inf, answered, _no_deadline
+        )
+
+    def _is_current(self, member: Member) -> bool:
+        return self._pool is not None and self._pool.is_current(member)
+
+    def _pool_members(self) -> dict[WorkerId, Member]:
+        return {} if self._pool is None else self._pool.members
 
     def _members(self) -> dict[WorkerId, Member]:
-        return {} if self._pool is None else self._pool.members
+        """Return the nodes that have joined."""
+        return {name: member for name, member in self._pool_members().items() if member.joined}
 
 
 def _no_deadline() -> None:

@@ -10,10 +10,8 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 from math import inf
-from threading import Condition, Thread
+from threading import Condition
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -42,125 +40,17 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.engines.ray.worker import Place, here, hide_gpus
-from paceline.gossip.job import GossipJob
-from paceline.gossip.node import Node, Outbox, RejectedUpdate
-from paceline.learners.base import Array
+from paceline.gossip.job import GossipJob, Return
+from paceline.gossip.node import Node, RejectedUpdate
+from paceline.gossip.ray.sender import MessageSender
+from paceline.learners.base import Array, Saved
 
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Bytes
 
 logger = logger_of(__name__)
 
-_LOOK = 60.0  # seconds after which an idle thread looks for work
 _REPORT_EVERY = 0.2  # seconds for which entries gather before the driver gets them
-
-
-class MessageSender:
-    """Sends messages, with at most one call to each peer in flight; the rest waits in outboxes."""
-
-    def __init__(self, me: WorkerId, node: Node, handles: Mapping[WorkerId, Any]) -> None:
-        self._me, self._handles = me, dict(handles)
-        self._changed = Condition()  # guards all that follows
-        self._outboxes = {peer: Outbox(node) for peer in handles}
-        self._due: dict[WorkerId, None] = {}  # peers whose outbox may hold messages
-        self._later: dict[WorkerId, None] = {}  # peers that get the whole copy with the next step
-        self._answers: deque[tuple[WorkerId, Future[Any]]] = deque()  # at most one for each call
-        self._on_the_way: set[WorkerId] = set()
-        self._sent, self._closed = 0, False
-        self.error: BaseException | None = None
-
-    def start(self) -> None:
-        """Start the thread that sends."""
-        Thread(target=self._run, daemon=True).start()
-
-    def post(self, to: Sequence[WorkerId], message: Bytes | None) -> None:
-        """Queue a message; None queues the whole copy."""
-        with self._changed:
-            for peer in to:
-                if message is None:
-                    self._outboxes[peer].add_whole()
-                else:
-                    self._outboxes[peer].add(message)
-                self._due[peer] = None
-            self._changed.notify()
-
-    def again(self) -> None:
-        """Send the whole copy to peers that may lack a message, after a further step."""
-        with self._changed:
-            if self._later:
-                self._due |= self._later
-                self._later = {}
-                self._changed.notify()
-
-    def drop(self, peer: WorkerId) -> None:
-        """Send nothing more to a peer that left."""
-        with self._changed:
-            self._handles.pop(peer, None)
-            self._outboxes[peer].take()
-
-    def sent(self) -> int:
-        """Return the bytes sent since the last call."""
-        with self._changed:
-            sent, self._sent = self._sent, 0
-        return sent
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._due or self._answers or self._closed, _LOOK
-                    )
-                self.turn()
-        except BaseException as error:  # the thread that trains raises it
-            self.error = self.error or error
-
-    def turn(self) -> None:
-        """Handle the answers, then send the messages that are due."""
-        with self._changed:
-            if self._closed:
-                return
-            while self._answers:
-                self._answered(*self._answers.popleft())
-            due, self._due = list(self._due), {}
-        for peer in due:
-            self._ship(peer)
-
-    def _answered(self, peer: WorkerId, answer: Future[Any]) -> None:
-        self._on_the_way.discard(peer)
-        self._due[peer] = None
-        error = answer.exception(timeout=0)
-        if isinstance(error, ray.exceptions.RayTaskError):
-            self.error = self.error or error
-        elif isinstance(error, ray.exceptions.ActorDiedError):
-            self._handles.pop(peer, None)  # the driver reports the death to all
-        elif error is not None or not answer.result(timeout=0):  # rejected, or perhaps lost
-            self._outboxes[peer].add_whole()
-            self._due.pop(peer)
-            self._later[peer] = None  # not at once, and not as late as the next update
-
-    def _ship(self, peer: WorkerId) -> None:
-        with self._changed:
-            handle = self._handles.get(peer)
-            if handle is None or peer in self._on_the_way:
-                return
-            messages = self._outboxes[peer].take()
-            if not messages:
-                return
-            self._on_the_way.add(peer)
-            self._sent += sum(message.nbytes for message in messages)
-        answer = handle.receive.remote(self._me, messages).future()
-        answer.add_done_callback(partial(self._on_answer, peer))
-
-    def _on_answer(self, peer: WorkerId, answer: Future[Any]) -> None:
-        with self._changed:
-            self._answers.append((peer, answer))
-            self._changed.notify()
 
 
 class NodeProcess:
@@ -178,12 +68,15 @@ class NodeProcess:
         self._node: Node | None = None
         self._sender: MessageSender | None = None
         self._coordinator: Coordinator | None = None
+        self._saved: Saved | None = None  # of a neighbor, for a node that joins again
+        self._others: set[WorkerId] = set()
         self._origin = 0.0
         self._task: Task | None = None
         self._own: deque[Event] = deque()  # results of its own commands
         self._timers: list[tuple[float, str]] = []
         self._changed = Condition()  # guards the state that other threads write:
-        self._told: deque[Event] = deque()
+        self._told: deque[tuple[Event, Any]] = deque()  # with the handle of a node that joined
+        self._tells = 0  # events told so far
         self._left: set[WorkerId] = set()  # nodes whose death was reported
         self._updated: dict[WorkerId, int] = {}  # versions of the copies that moved
         self._got = 0
@@ -191,24 +84,35 @@ class NodeProcess:
         self._first = 0  # the number of the first of them
         self._ended = False
 
-    def set_up(self, job: GossipJob, name: WorkerId) -> Place:
-        """Build the node."""
+    def set_up(self, job: GossipJob, name: WorkerId, saved: Saved | None = None) -> Place:
+        """Build the node. A node that joins again has the saved state of a neighbor."""
         self._name, self._node, self._coordinator = name, job.node(name), job.coordinator(name)
+        self._saved, self._others = saved, set(job.headers) - {name}
         return self._place()
 
-    def train(self, handles: Mapping[WorkerId, Any]) -> None:
+    def train(self, handles: Mapping[WorkerId, Any], returned: Return | None = None) -> None:
         """Train until the driver stops the run."""
-        self._begin(handles).start()
+        self._begin(handles, returned).start()
         try:
             while self._act():
                 pass
         finally:
             self._end()
 
-    def _begin(self, handles: Mapping[WorkerId, Any]) -> MessageSender:
-        assert self._node is not None
-        self._sender = MessageSender(self._name, self._node, handles)
+    def _begin(
+        self, handles: Mapping[WorkerId, Any], returned: Return | None = None
+    ) -> MessageSender:
+        assert self._node is not None and self._coordinator is not None
         self._origin = self._clock()
+        if returned is not None:
+            assert self._saved is not None
+            self._origin -= returned.began
+            self._coordinator.load(returned.state)
+            version, gone = self._coordinator.ledger.version, self._others - set(handles)
+            self._node.load(self._saved, version, returned.deaths, gone)
+            self._left |= gone
+            self._saved = None
+        self._sender = MessageSender(self._name, self._node, handles)
         self._own.append(Joined(self._name))
         return self._sender
 
@@ -249,15 +153,20 @@ class NodeProcess:
         return True
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def tell(self, event: Event) -> None:
-        """Queue an event that the driver reports; a second report changes nothing."""
+    def tell(self, number: int, event: Event, handle: Any = None) -> None:
+        """Queue an event that the driver reports; a second report changes nothing.
+
+        number: of the events told to this process before.
+        handle: of the process of a node that joined.
+        """
         with self._changed:
+            if number < self._tells:
+                return
+            self._tells += 1
             if isinstance(event, Left):
-                if event.worker in self._left:
-                    return
                 self._left.add(event.worker)
                 self._updated.pop(event.worker, None)
-            self._told.append(event)
+            self._told.append((event, handle))
             self._changed.notify_all()
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
@@ -265,6 +174,12 @@ class NodeProcess:
         """Return a copy of the model."""
         assert self._node is not None
         return self._node.vector()
+
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def saved(self) -> Saved:
+        """Return the state of model and optimizer, for a node that joins again."""
+        assert self._node is not None
+        return self._node.saved()
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
     def entries(self, seen: int) -> tuple[int, list[Entry], bool]:
@@ -322,14 +237,22 @@ class NodeProcess:
             return self._own.popleft()  # before all other events
         with self._changed:
             if self._told:
-                event = self._told.popleft()
+                event, handle = self._told.popleft()
                 if isinstance(event, Left):
+                    self._left.add(event.worker)
+                    self._updated.pop(event.worker, None)
                     self._sender.drop(event.worker)
                     self._node.forget(event.worker)
+                elif isinstance(event, Joined):
+                    self._left.discard(event.worker)
+                    self._sender.add(event.worker, handle)
+                    self._node.welcome(event.worker)
                 return event
-            if self._updated:
+            while self._updated:
                 sender = next(iter(self._updated))
-                return Received(sender, self._updated.pop(sender))
+                version = self._updated.pop(sender)
+                if self._node.has_copy(sender):  # else it left meanwhile
+                    return Received(sender, version)
         if self._own:
             return self._own.popleft()
         if self._timers and self._timers[0][0] <= self._clock() - self._origin:
