@@ -1,28 +1,55 @@
-"""Nodes with unequal shards on a real Ray reach the optimum over all samples."""
+"""Nodes with unequal shards on a real Ray reach the optimum over all samples, after a resume."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import paceline as pl
+from paceline.core.protocol import Finished, Start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
+SIZES = {"w0": 10, "w1": 10, "w2": 10, "w3": 70}
 
-def test_the_mean_is_that_of_all_samples() -> None:
-    tiles = pl.partition.Partition(np.repeat(range(4), (10, 10, 10, 70)))
+
+def offsets(run: pl.Run, node: str) -> list[int]:
+    """Return the offsets of a node's finished tasks in its shard."""
+    entries = list(run.journals[node])
+    tasks = {c.task.id: c.task for e in entries for c in e.commands if isinstance(c, Start)}
+    done = [tasks[e.event.task] for e in entries if isinstance(e.event, Finished)]
+    return [offset for task in done for _, offset, _ in task.stretches()]
+
+
+def test_the_mean_is_that_of_all_samples(tmp_path: Path) -> None:
+    tiles = pl.partition.Partition(np.repeat(range(4), list(SIZES.values())))
     learner = pl.learners.LeastSquares(np.ones((100, 1)), (tiles.of == 3) * 1.0, 0.02, 40)
-    run = pl.Trainer(
-        learner,
-        pl.gossip.Gossip(pl.gossip.complete(4), pl.gossip.Difference(0.5)),
-        pl.Ray(4),
-        placement=pl.policies.Placed(tiles, move=False),
-        progress=False,
-    ).fit(steps=600)
-    steps = {node: meter.version for node, meter in run.meters.items()}
+
+    def trainer(engine: pl.Ray) -> pl.Trainer:
+        return pl.Trainer(
+            learner,
+            pl.gossip.Gossip(pl.gossip.complete(4), pl.gossip.Difference(0.5)),
+            engine,
+            placement=pl.policies.Placed(tiles, move=False),
+            checkpoints=pl.Checkpoints(tmp_path, every=150),
+            progress=False,
+        )
+
+    with pl.Ray(4) as engine:
+        first = trainer(engine).fit(steps=200)
+        resumed = trainer(engine).resume(tmp_path)
+        assert resumed.step >= 200
+        run = resumed.fit(steps=600)
+    assert run.meter.version >= 2400
+    assert len(run.metrics["loss"]) == run.meter.version - first.meter.version
+    for node, journal in run.journals.items():
+        both = offsets(first, node) + offsets(run, node)
+        assert both == list(range(0, 10 * len(both), 10))
+        assert pl.replay(run.driven_policy, journal) == journal
     # Nodes count by their steps, which on real processes are not quite equal: 0.25 without weights.
-    counts = {"w0": 10, "w1": 10, "w2": 10, "w3": 70}
-    total = sum(counts[node] * steps[node] for node in counts)
+    steps = {node: meter.version for node, meter in run.meters.items()}
+    total = sum(SIZES[node] * steps[node] for node in SIZES)
     assert run.model[0] == pytest.approx(70 * steps["w3"] / total, abs=0.1)
     assert run.model[0] > 0.5

@@ -142,20 +142,21 @@ def _codec(rng: random.Random, whole: bool) -> Any:
     return rng.choice(codecs)
 
 
-def play(seed: int, folder: Path, only: Case | None = None) -> Outcome:
+def play(seed: int, folder: Path, only: Case | None = None, respawns: int = 0) -> Outcome:
     """Train through a storm; raise `Violation` if a promise is broken.
 
     folder: an empty one, for journals.
     only: a case of your own; by default any.
+    respawns: how often in a row a dead process is started again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     case = only or case_of(rng)
     weather = Gale.of(rng, case.workers - 1 if rng.random() < 0.95 else case.workers)
     world = Waters(seed, weather, case.workers, TIMEOUT)
-    storm = GossipStorm(seed, case, world, folder, rng)
+    storm = GossipStorm(seed, case, world, folder, rng, respawns)
     weather_out(storm)
-    return Outcome(case, weather, world.faults, 0, world.happened, world.now)
+    return Outcome(case, weather, world.faults, 0, world.happened, world.now, 0, storm.returned)
 
 
 @dataclass
@@ -174,8 +175,10 @@ class GossipStorm:
     """One run, from its start to its end."""
 
     def __init__(
-        self, seed: int, case: Case, world: Waters, folder: Path, rng: random.Random
+        self, seed: int, case: Case, world: Waters, folder: Path, rng: random.Random, respawns: int
     ) -> None:
+        self.respawns, self.returned = respawns, 0
+        self.processes: dict[WorkerId, Process] = {}  # the last one seen of each name
         self.seed, self.case, self.world, self.folder = seed, case, world, folder
         self.weather = world.weather
         self.seen: dict[WorkerId, _Seen] = {}
@@ -193,7 +196,7 @@ class GossipStorm:
         )
 
     def run(self) -> None:
-        engine = PeersOnRay(self.case.workers, self.world)
+        engine = PeersOnRay(self.case.workers, self.world, self.respawns)
         trainer = Trainer(
             self.learner,
             self.case.policy,
@@ -226,6 +229,10 @@ class GossipStorm:
             return
         peer.stepping = self._step
         node, name, most = peer.node, process.name, self.case.workers
+        if self.processes.get(name, process) is not process:  # it has joined again
+            self.returned += 1
+            self.seen[name] = _Seen(self.seen[name].public)
+        self.processes[name] = process
         seen = self.seen.setdefault(name, _Seen({0: node._start.tobytes()}))
         mine = seen.public.setdefault(node._number, node._copies[name].tobytes())
         same = mine == node._copies[name].tobytes()
@@ -235,7 +242,8 @@ class GossipStorm:
             copy = node._copies[other]
             heard = node._heard.get(other, (-1, -1))
             before = seen.heard.get(other, (0, 0))
-            ahead = heard[0] >= before[0] and heard[1] >= before[1]
+            same_life = heard[0] >> 32 == before[0] >> 32
+            ahead = heard[0] >= before[0] and (heard[1] >= before[1] or not same_life)
             require(ahead, "I4", f"at {name} message {heard} of {other} follows {before}")
             known = self._public(other).get(heard[0]) == copy.tobytes()
             require(known, "I1", f"{name} has a copy of {other} that never was")
@@ -249,6 +257,7 @@ class GossipStorm:
             "messages on the way": len(peer.sender._on_the_way),
             "peers due": len(peer.sender._due),
         }
+        most += 2 * self.returned  # deaths and returns that it has not been told
         for what, size in sizes.items():
             require(size <= most + 2, "I8", f"{size} {what} at {name} with {most} nodes")
         for outbox in peer.sender._outboxes.values():
@@ -284,6 +293,8 @@ class GossipStorm:
             told = f"{name} hears of version {event.version} of {event.sender} after {before}"
             require(event.version >= before, "I4", told)
             seen.versions[event.sender] = event.version
+        if isinstance(event, Joined):
+            seen.versions.pop(event.worker, None)
         for command in entry.commands:
             if isinstance(command, Start):
                 seen.tasks[command.task.id] = command.task
@@ -339,13 +350,14 @@ class GossipStorm:
                         min(len(entries), len(own)))  # fmt: skip
             rest = [entry.event for entry in entries[same:]]  # by the driver, of one that is dead
             ends = not rest or (process.died and all(isinstance(e, Joined | Left) for e in rest))
-            require(bool(ends), "I4", f"the journal of {name} has a gap")
+            require(bool(ends) or self.respawns > 0, "I4", f"the journal of {name} has a gap")
             entries = entries[:same]
             over = process.over_at + _HEARD < self.stop_by and self._is_long()
+            over = over and not self.respawns
             require(not over or len(entries) == len(own), "I4", f"the end of {name} is missing")
             again = replay(run.driven_policy, run.journals[name])
             require(again == run.journals[name], "I5", f"the journal of {name} does not replay")
-            check_samples(name, own)
+            check_samples(name, run.journals[name] if self.respawns else own)
         here = {n: p for n, p in self.world.peers.items() if n in run.models}
         require(bool(here), "I7", "no model is left")
         vectors = {name: process.peer.node.vector() for name, process in here.items()}
@@ -382,7 +394,8 @@ class GossipStorm:
                     continue
                 made = awake[other].peer.node._number
                 heard = process.peer.node._heard.get(other, (-1, 0))[0]
-                news = made - self.calm[other] < 6 or heard > self.calm[other]
+                calm = self.calm.get(other, made)  # it may join again after that
+                news = made - calm < 6 or heard > calm
                 require(news, "I7", f"{name} has heard nothing of {other} since it is calm")
                 kept = heard == made or awake[other].peer.has_more_for(name)
                 require(kept, "I7", f"{name} is never told of message {made} of {other}")

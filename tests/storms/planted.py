@@ -151,7 +151,7 @@ def _write_in_place() -> list[Patch]:
         manifest = {"format": checkpoint.FORMAT, "step": snapshot.step, "sha256": files}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         for file in folder.iterdir():
-            checkpoint._flush(file)
+            checkpoint.flush(file)
 
     return [(checkpoint, "write", broken)]
 

@@ -71,6 +71,7 @@ class Outcome:
     events: int = 0
     seconds: float = 0.0  # of virtual time
     servers_lost: int = 0  # times that the model had to be taken from a checkpoint
+    returned: int = 0  # nodes of a decentralized run that joined again
 
 
 def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:

@@ -46,3 +46,9 @@ def test_a_bug_put_in_is_found(bug: str, tmp_path: Path) -> None:
     with planted(bug, BUGS):
         seed, told = found(play, bug, tmp_path)
     assert f"chaos.py --part gossip --seed {seed}" in told
+
+
+def test_nodes_join_again_in_a_storm(tmp_path: Path) -> None:
+    """Their journals go on: they replay, and have each sample once."""
+    outcomes = [play(seed, tmp_path / str(seed), respawns=3) for seed in range(100, 120)]
+    assert sum(outcome.returned for outcome in outcomes) > 10

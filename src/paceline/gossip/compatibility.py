@@ -60,10 +60,10 @@ def check_gossip_settings(
             "model_codec= needs a central coordinator: nodes send models to neighbors only, and "
             "codec= encodes these messages"
         )
-    if checkpoints is not None:
+    if getattr(checkpoints, "is_remote", False):
         raise ValueError(
-            "a decentralized run has no checkpoints yet; save run.model after the run, or "
-            "progress.model() in a callback"
+            "checkpoints of a decentralized run are written to a folder, not to a store yet; use "
+            "Checkpoints(folder), and copy the folder to the store"
         )
     if not all_join:
         raise ValueError("all nodes of a decentralized run start together: leave min_workers= out")

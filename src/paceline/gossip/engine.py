@@ -9,7 +9,7 @@ from paceline.core.journal import Entry
 from paceline.core.protocol import WorkerId
 from paceline.engines.base import TrainingEngine
 from paceline.engines.simulator import SimulatedWorkers
-from paceline.gossip.job import GossipJob
+from paceline.gossip.job import GossipJob, NodeState
 from paceline.gossip.simulated import SimulatedGossip
 from paceline.learners.base import Array
 
@@ -30,6 +30,9 @@ class GossipEngine(Protocol):
 
     def vectors(self) -> dict[WorkerId, Array]:
         """Return the models of all nodes that are connected."""
+
+    def states(self) -> dict[WorkerId, NodeState]:
+        """Return the states of all nodes; that of a lost node has a neighbor's model."""
 
     def close(self) -> None: ...
 

@@ -75,6 +75,8 @@ class GossipMeters:
         first = next(iter(headers.values()))
         self.total = GossipMeter(first.message_bytes, first.prices, tiles=first.tiles)
         self.total.columns = Columns(KINDS, folder)
+        self.total.version = sum(meter.version for meter in self.nodes.values())
+        self.total.samples_used = sum(meter.samples_used for meter in self.nodes.values())
 
     @property
     def messages(self) -> int:

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from paceline.core.averages import by_count, mean_loss
 from paceline.core.logs import logger_of
-from paceline.core.protocol import Figure, Peer, Stat, Step, Task, TaskId, Want, WorkerId
+from paceline.core.protocol import (
+    Figure,
+    Peer,
+    Stat,
+    Step,
+    Task,
+    TaskId,
+    Want,
+    WorkerId,
+    magnitude,
+)
 from paceline.engines.checks import NOT_FINITE, ResultCheck, norm_of
 from paceline.gossip.mixing import mixed
 from paceline.gossip.validation import MessageCheck
@@ -135,7 +145,7 @@ class Node:
                 self._mix(step.mix)
             if weights:
                 vectors = [result.vector for result in results if result.vector is not None]
-                stats |= self._optimize(sum(map(float, step.weights.values())), weights, vectors)
+                stats |= self._optimize(sum(map(magnitude, given)), weights, vectors)
             self.version += 1
             figures = {name: self._figure(name, before) for name in self._figures}
         return stats | {"rate": self._learner.rate(self.version)}, figures
@@ -212,10 +222,10 @@ class Node:
         update = self._read(sender, packed)
         is_whole = not update.is_change and len(update.tensors) == len(self._sizes)
         with self._lock:
-            late = update.number < self._deaths.get(sender, 0) * _LIFE
-            if late or sender == self._name:
+            life, deaths = update.number // _LIFE, self._deaths.get(sender, 0)
+            if life < deaths or sender == self._name:
                 return None
-            if sender in self._gone:
+            if life > deaths or sender in self._gone:
                 raise RejectedUpdate(
                     f"{sender} joined again, and {self._name} has not been told yet"
                 )

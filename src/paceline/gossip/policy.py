@@ -101,12 +101,12 @@ class Gossip(Policy):
         ):
             if isinstance(given, type) or not hasattr(given, method):
                 raise ValueError(f"{name}={given!r}: give an object, such as {example}")
-        if (given := self.step_weights) is not None and not (
-            set(given) == set(self.graph.nodes)
-            and all(isfinite(weight) and weight > 0 for weight in given.values())
+        if (weights := self.step_weights) is not None and not (
+            set(weights) == set(self.graph.nodes)
+            and all(isfinite(weight) and weight > 0 for weight in weights.values())
         ):
             raise ValueError(
-                f"step_weights={given!r}: give a finite number above 0 for each node, "
+                f"step_weights={weights!r}: give a finite number above 0 for each node, "
                 f"{self.graph.nodes[0]} to {self.graph.nodes[-1]}"
             )
 

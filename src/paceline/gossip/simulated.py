@@ -41,7 +41,7 @@ from paceline.core.protocol import (
 from paceline.delays.links import Link
 from paceline.delays.models import Delay
 from paceline.engines.simulator import SimulatedWorkers
-from paceline.gossip.job import GossipJob
+from paceline.gossip.job import GossipJob, NodeState
 from paceline.gossip.node import Node, RejectedUpdate
 from paceline.gossip.outbox import Outbox
 from paceline.learners.base import Array
@@ -109,10 +109,14 @@ class SimulatedGossip:
         self._rng = np.random.Generator(np.random.PCG64(job.seed))
         self._nodes = {name: job.node(name) for name in self._places}
         self._coordinators = {name: job.coordinator(name) for name in self._places}
+        self._now = began = job.began
+        for name, state in job.resumed.items():
+            version = self._coordinators[name].ledger.version
+            self._nodes[name].load(state.server, version, {}, ())
         for name in self._places:
-            self._push(0.0, name, Joined(name))
+            self._push(began, name, Joined(name))
         for at, event in self._schedule:
-            for name in self._places:
+            for name in self._places if at >= began else ():
                 self._push(at, name, event)
         yield from drive(self._coordinators, self)
 
@@ -124,6 +128,12 @@ class SimulatedGossip:
 
     def vectors(self) -> dict[WorkerId, Array]:
         return {name: n.vector() for name, n in self._nodes.items() if self._places[name].here}
+
+    def states(self) -> dict[WorkerId, NodeState]:
+        return {
+            name: NodeState(node.saved(), self._coordinators[name].state())
+            for name, node in self._nodes.items()
+        }
 
     def close(self) -> None:
         self._queue.clear()

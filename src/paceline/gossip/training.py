@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from paceline.core.state import describe
 from paceline.data.partition import even
 from paceline.data.partition.base import Partition
 from paceline.gossip.engine import GossipEngine
-from paceline.gossip.job import GossipJob
+from paceline.gossip.job import GossipJob, NodeState
 from paceline.gossip.metrics import GossipMeters
 from paceline.gossip.node import consensus, mean_of, tensors_of
 from paceline.gossip.policy import Gossip
 from paceline.learners.arrays import TimingOnly
-from paceline.learners.base import Array, Learner
+from paceline.learners.base import Array, Learner, Server
 from paceline.report.callbacks import Callback, Progress, progress_of
 
 if TYPE_CHECKING:  # which needs torch
@@ -54,6 +54,25 @@ class Ends:
         return None
 
 
+@dataclass(frozen=True)
+class Record:
+    """The contents of the journals' headers, and the file of each journal."""
+
+    about: Mapping[str, Any]
+    prices: Prices
+    journal: Callable[[WorkerId], Path | None]
+
+
+class Saving(Protocol):
+    """Writes checkpoints of all nodes."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step."""
+
+    def save(self, step: int, states: Mapping[WorkerId, NodeState], mean: Server) -> None:
+        """Save a checkpoint; log a failure."""
+
+
 class GossipTraining:
     """The journals, metrics and models of one decentralized run."""
 
@@ -64,9 +83,8 @@ class GossipTraining:
         tiles: Partition | None,
         codec: Codec | None,
         seed: int,
-        about: Mapping[str, Any],
-        prices: Prices,
-        journals: Callable[[WorkerId], Path | None],
+        record: Record,
+        resumed: Mapping[WorkerId, NodeState] | None = None,
     ) -> None:
         nodes = policy.graph.nodes
         if isinstance(learner, TimingOnly):
@@ -90,18 +108,30 @@ class GossipTraining:
         self.policy = replace(policy, tiled=tiles is not None, step_weights=weights)
         tensors = tensors_of(learner.server().layout)
         self.header = common = Header(
-            describe(self.policy), learner.batch_size, about, None, learner.message_bytes, prices,
-            () if tiles is None else tuple(tiles.sizes.tolist()),
-        )  # fmt: skip
+            describe(self.policy),
+            learner.batch_size,
+            record.about,
+            message_bytes=learner.message_bytes,
+            prices=record.prices,
+            tiles=() if tiles is None else tuple(tiles.sizes.tolist()),
+        )
         headers = {
-            node: replace(common, peer=Peer(node, tuple(policy.graph.weights(node)), tensors))
+            node: replace(
+                common,
+                peer=Peer(node, tuple(policy.graph.weights(node)), tensors),
+                state=resumed[node].coordinator if resumed else None,
+            )
             for node in nodes
         }
-        self.journals = {node: Journal(head, journals(node)) for node, head in headers.items()}
+        self.journals = {
+            node: Journal(head, record.journal(node)) for node, head in headers.items()
+        }
         path = next(iter(self.journals.values())).path
         self.meter = GossipMeters(headers, None if path is None else path.parent)
         self._learner = learner
-        self._job = GossipJob(learner, self.policy, headers, seed, tiles, codec)
+        self._job = GossipJob(
+            learner, self.policy, headers, seed, tiles, codec, resumed=resumed or {}
+        )
         self._vectors: dict[WorkerId, Array] = {}
 
     def train(
@@ -110,10 +140,12 @@ class GossipTraining:
         ends: Ends,
         callbacks: Sequence[Callback],
         begun: Callable[[], None],
+        saving: Saving | None = None,
     ) -> str:
         """Train until a limit is reached; return the reason.
 
         begun: a callback for the start of the engine.
+        saving: writes checkpoints.
         """
         reason: str | None = None
         progress: Progress | None = None
@@ -153,6 +185,8 @@ class GossipTraining:
                         reasons.append("the condition of until holds")
                     if not isfinite(progress.loss):
                         reasons.append(f"the loss is {progress.loss} at step {progress.step}")
+                    if saving is not None and saving.is_due(progress.step) and not reasons:
+                        self._save(engine, saving)
                 reason = reason or (reasons[0] if reasons else None)
                 if reason is not None:
                     engine.stop(reason)
@@ -160,6 +194,8 @@ class GossipTraining:
                 for callback in callbacks:
                     callback.ending(progress)
             self._vectors = engine.vectors()
+            if saving is not None and isfinite(self._loss()):
+                self._save(engine, saving)
         self._compare_counts()
         return engine.reason or "all nodes have stopped"
 
@@ -193,11 +229,22 @@ class GossipTraining:
     def _mean(self, vectors: Mapping[WorkerId, Array]) -> Any:
         return self._model(mean_of(vectors, self._samples))
 
+    def _save(self, engine: GossipEngine, saving: Saving) -> None:
+        """Save the states of all nodes, as they are when they start again."""
+        fresh = replace(self._job, resumed={})
+        states = {node: fresh.as_left(node, state) for node, state in engine.states().items()}
+        mean = mean_of({n: s.server.arrays["values"] for n, s in states.items()}, self._samples)
+        server = self._learner.server()
+        server.vector[:] = mean
+        saving.save(self.meter.total.version // len(self.journals), states, server)
+
     def _loss(self) -> float:
         """Return the mean of the nodes' last losses, by their samples."""
-        if self._samples is None:
-            return float(np.mean(self.meter.total.columns["loss"][-len(self.journals) :]))
-        losses = {n: m.columns["loss"][-1] for n, m in self.meter.nodes.items() if m.version}
+        rows = self.meter.total.columns["loss"]
+        if self._samples is None or not len(rows):
+            return float(np.mean(rows[-len(self.journals) :])) if len(rows) else nan
+        columns = {node: meter.columns["loss"] for node, meter in self.meter.nodes.items()}
+        losses = {node: column[-1] for node, column in columns.items() if len(column)}
         weights = [self._samples[node] for node in losses]
         return float(np.average(list(losses.values()), weights=weights))
 

@@ -11,9 +11,13 @@ from typing import Any
 from paceline.core.errors import CheckpointError
 from paceline.core.ledger import Ledger
 from paceline.core.logs import logger_of
+from paceline.core.protocol import WorkerId
+from paceline.gossip.job import NodeState
+from paceline.gossip.policy import Gossip
 from paceline.learners.base import Server
 from paceline.training.checkpoint import Checkpoints, Snapshot, Unreachable
 from paceline.training.checkpoint.files import Files
+from paceline.training.checkpoint.nodes import node_files
 from paceline.training.checkpoint.validate import (
     check_coordinator,
     check_engine,
@@ -31,10 +35,12 @@ class Start:
 
     snapshot: the state of training; None: the initial state.
     saved: the place of the newest checkpoint.
+    nodes: the states of all nodes of a decentralized run.
     """
 
     snapshot: Snapshot | None = None
     saved: str | None = None
+    nodes: Mapping[WorkerId, NodeState] | None = None
 
     @property
     def step(self) -> int:
@@ -79,6 +85,8 @@ def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool
     for place in found:
         try:
             with saves.fetched(place) as folder:
+                if isinstance(settings.policy, Gossip):
+                    return _checked_nodes(settings, settings.policy, place, folder, saves.key)
                 start = Start(_checked(settings, place, folder, saves.key), place)
             if getattr(settings.learner, "keeps_inner_state", False):
                 logger.warning(
@@ -127,6 +135,31 @@ def _checked(settings: Settings, place: str, folder: Path, key: bytes | None) ->
             f"{place} does not fit this run: {why}; use another checkpoint"
         ) from error
     return snapshot
+
+
+def _checked_nodes(
+    settings: Settings, policy: Gossip, place: str, folder: Path, key: bytes | None
+) -> Start:
+    """Return the states of all nodes; refuse a state that does not fit the settings."""
+    try:
+        files = Files(folder, key)
+        _compare_about(settings, place, files.data["about"])
+        states: dict[WorkerId, NodeState] = {}
+        for node, own in node_files(files, policy.graph.nodes, key).items():
+            check_coordinator(policy, settings.learner.batch_size, own)
+            check_server(settings.server(), own)
+            snapshot, server = own.snapshot(), settings.server()
+            server.load(snapshot.server)
+            check_model(server, own)
+            states[node] = NodeState(snapshot.server, snapshot.coordinator)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a forged state may fail anywhere
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{place} does not fit this run: {why}; use another checkpoint"
+        ) from error
+    return Start(files.snapshot(), place, states)
 
 
 def _compare_about(settings: Settings, place: str, theirs: Mapping[str, Any]) -> None:

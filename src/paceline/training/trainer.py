@@ -267,7 +267,9 @@ class Trainer:
         settings, on = self._settled(), self._given
         callbacks = shown(wished_progress(on.progress), on.callbacks)
         if isinstance(settings.policy, Gossip):
-            return fit_decentralized(settings, settings.policy, ends, until, callbacks)
+            return fit_decentralized(
+                settings, settings.policy, ends, until, callbacks, self._start.nodes
+            )
         server, self._server = self._server, None
         fit = Fit(settings, self._start, ends, until, callbacks, server)
         try:
@@ -281,11 +283,11 @@ class Trainer:
         The trainer must have the same settings as the one that saved it. A folder's damaged or
         unfit checkpoints are passed over with a warning; at a path of its own, such a checkpoint
         raises. On the simulator, and on Ray under `sync`, the trajectory is bit for bit the
-        interrupted one. With `missing_ok`, a run without checkpoints begins at the beginning.
+        interrupted one. A decentralized run starts all nodes again, each with its own model and
+        at its next sample, on another trajectory. With `missing_ok`, a run without checkpoints
+        begins at the beginning.
         """
         settings = self._settled()
-        if isinstance(settings.policy, Gossip):
-            raise ValueError("a decentralized run cannot be resumed yet; see checkpoints=")
         self._start = restore(settings, path, missing_ok) or self._start
         return self
 

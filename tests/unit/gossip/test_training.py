@@ -22,7 +22,7 @@ from paceline.data.sampling import Samples, Stream
 from paceline.gossip.metrics import GossipMeter
 from paceline.gossip.node import consensus
 from paceline.gossip.simulated import Delivery, SimulatedGossip
-from paceline.gossip.training import GossipTraining
+from paceline.gossip.training import GossipTraining, Record
 from tests.conftest import flat, make_learner
 
 TARGET = 3 / sqrt(10)
@@ -236,7 +236,8 @@ def test_both_ends_of_every_link_have_one_copy(data: st.DataObject) -> None:
     simulator = pl.Simulator(5, pl.delays.ShiftedExponential(0.7, 0.3), link, schedule=schedule)
     engine = SimulatedGossip(simulator.lend())
     learner = least_squares()
-    training = GossipTraining(learner, policy, None, codec, 0, {}, pl.Prices(), lambda node: None)
+    record = Record({}, pl.Prices(), lambda node: None)
+    training = GossipTraining(learner, policy, None, codec, 0, record)
     for node, entry in engine.entries(training._job):
         training.journals[node].append(entry)
         if entry.now > 20.0:
@@ -399,7 +400,7 @@ def test_messages_are_paid_for() -> None:
             "use 4 shards",
         ),
         ({"model_codec": pl.codecs.TopK(0.1)}, "nodes send models to neighbors only"),
-        ({"checkpoints": pl.Checkpoints("x")}, "has no checkpoints yet"),
+        ({"checkpoints": pl.Checkpoints("memory://x")}, "not to a store yet"),
         ({"min_workers": 2}, "start together: leave min_workers= out"),
         ({"robust": pl.robust.TrimmedMean(1)}, "needs a central coordinator"),
         ({"on_not_finite": "skip"}, "cannot do without the results of skipped samples"),
@@ -438,7 +439,3 @@ def test_wrong_recipes_are_refused() -> None:
         pl.gossip.Gossip(pl.gossip.ring(4), trigger=pl.gossip.Always)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Timing has no model"):
         fit(pl.gossip.Gossip(pl.gossip.ring(4)), pl.learners.TimingOnly(8))
-    with pytest.raises(ValueError, match="cannot be resumed yet"):
-        pl.Trainer(least_squares(), pl.gossip.Gossip(pl.gossip.ring(4)), pl.Simulator(4)).resume(
-            "x"
-        )

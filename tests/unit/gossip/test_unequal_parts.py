@@ -127,7 +127,9 @@ def test_adam_moves_by_the_weight_too() -> None:
 
 
 def test_the_rest_goes_on_with_its_own_optimum_after_a_death() -> None:
-    learner = pl.learners.LeastSquares(np.ones((100, 1)), TILES.of * 1.0, 0.1, batch_size=40)
+    learner = pl.learners.LeastSquares(
+        np.ones((100, 1)), TILES.of.astype(np.float64), 0.1, batch_size=40
+    )
     engine = pl.Simulator(4, pl.delays.Fixed(1.0), schedule=[(30.0, pl.protocol.Left("w2"))])
     run = pl.Trainer(
         learner, RULES["differences"], engine, placement=PLACED, progress=False

@@ -7,8 +7,9 @@ It replays the journals, so it knows the state in which a dead node has to join 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -23,7 +24,7 @@ from paceline.core.protocol import Event, Finished, Interrupted, Joined, Left, W
 from paceline.engines.ray.failures import reason_of
 from paceline.engines.ray.pickled import check_pickled
 from paceline.engines.ray.pool import Member, Pool, RayWorkers
-from paceline.gossip.job import GossipJob, Return
+from paceline.gossip.job import GossipJob, NodeState, Return
 from paceline.gossip.policy import Gossip
 from paceline.gossip.ray.process import NodeProcess
 from paceline.learners.base import Array
@@ -73,9 +74,11 @@ class RayGossip:
         self._bytes = job.learner.message_bytes
         self._coordinators = {name: job.coordinator(name) for name in job.headers}
         self._set_up(job)
-        self._origin = self._clock()
+        began = job.began
+        self._origin = self._clock() - began
         for member in self._members().values():
-            self._train(member, None)
+            state = job.resumed.get(member.name)
+            self._train(member, None if state is None else Return(state.coordinator, began, {}))
         while (self._training or self._reporting) and self._clock() < self._stop_by:
             yield from self._drained()
             until = min(self._clock() + 1.0, self._stop_by, self._origin + job.seconds)
@@ -103,9 +106,22 @@ class RayGossip:
         return self._clock() - self._origin
 
     def vectors(self) -> dict[WorkerId, Array]:
+        found: dict[WorkerId, Array] = self._ask("vector", GRACE)
+        return found
+
+    def states(self) -> dict[WorkerId, NodeState]:
+        found: dict[WorkerId, NodeState] = self._ask("state", self._timeout)
+        for name, coordinator in self._coordinators.items():
+            if name not in found:
+                near = self._neighbors(name, found)[0]
+                found[name] = NodeState(found[near].server, coordinator.state())
+        return found
+
+    def _ask(self, method: str, seconds: float) -> dict[WorkerId, Any]:
+        """Call a method of all nodes; return the answers that come in time."""
         asked = {n: m for n, m in self._members().items() if n not in self._silent}
-        found: dict[WorkerId, Array] = {}
-        waiting, limit = set(asked), GRACE + self._bytes / _SLOWEST
+        found: dict[WorkerId, Any] = {}
+        waiting, limit = set(asked), seconds + self._bytes / _SLOWEST
         deadline = inf
 
         def answered(name: WorkerId, future: Future[Any]) -> None:
@@ -117,9 +133,8 @@ class RayGossip:
 
         deadline = self._clock() + limit
         for name, member in asked.items():
-            self._calls.add(
-                member.actor.vector.remote(), inf, partial(answered, name), _no_deadline
-            )  # fmt: skip
+            call = getattr(member.actor, method).remote()
+            self._calls.add(call, inf, partial(answered, name), _no_deadline)
         while waiting and self._clock() < deadline:
             self._calls.wait(deadline)
         for name in [name for name in asked if name not in found]:
@@ -139,10 +154,11 @@ class RayGossip:
     # --- the nodes -------------------------------------------------------------------------------
 
     def _set_up(self, job: GossipJob) -> None:
-        self._job = self._cluster.put(job)
+        self._job = self._cluster.put(replace(job, resumed={}))
         for name, member in self._pool_members().items():
+            saved = [job.resumed[name].server] if name in job.resumed else []
             self._calls.add(
-                member.actor.set_up.remote(self._job, name),
+                member.actor.set_up.remote(self._job, name, *saved),
                 self._start_timeout,
                 partial(self._is_up, member),
                 partial(self._failed, f"did not start in {self._start_timeout:g} s", member),
@@ -190,6 +206,14 @@ class RayGossip:
         now = max(self.now(), coordinator.ledger.now)
         self._entries.append((name, coordinator.handle(now, event)))
 
+    def _reconcile(self, name: WorkerId) -> None:
+        """Write into the journal of a dead node what it was told, but did not report."""
+        policy, here = self._coordinators[name].policy, self._members()
+        assert isinstance(policy, Gossip)
+        for peer in self._coordinators:
+            if peer != name and (peer in here) == (peer in policy._gone):
+                self._record(name, Joined(peer) if peer in here else Left(peer))
+
     def _collect(self, member: Member) -> None:
         """Ask for new journal entries; the node answers after a while."""
         collected = partial(self._collected, member)
@@ -229,6 +253,7 @@ class RayGossip:
         if member.name not in self._coordinators[member.name].ledger.workers:
             self._record(member.name, Joined(member.name))  # it died before its first report
         self._record(member.name, Left(member.name))
+        self._reconcile(member.name)
         self._tell_all(Left(member.name))
 
     # --- nodes that join again -------------------------------------------------------------------
@@ -263,14 +288,18 @@ class RayGossip:
 
     def _source(self, name: WorkerId) -> Member:
         """Return a neighbor that has a model; at each start the next one."""
-        policy = self._coordinators[name].policy
-        assert isinstance(policy, Gossip)
         here, tries = self._members(), self._starts.get(name, 0)
         self._starts[name] = tries + 1
-        away = set(policy.graph.nodes) - set(here) - {name}
-        near = [peer for peer in policy.graph.without(*away).neighbors[name] if peer in here]
-        awake = [peer for peer in near if peer not in self._silent] or near or list(here)
+        near = self._neighbors(name, here)
+        awake = [peer for peer in near if peer not in self._silent] or near
         return here[awake[tries % len(awake)]]
+
+    def _neighbors(self, name: WorkerId, here: Collection[WorkerId]) -> list[WorkerId]:
+        """Return the neighbors of a node in the graph without those that are not here."""
+        policy = self._coordinators[name].policy
+        assert isinstance(policy, Gossip)
+        away = set(policy.graph.nodes) - set(here) - {name}
+        return list(policy.graph.without(*away).neighbors[name])
 
     def _is_up_again(self, member: Member, future: Future[Any]) -> None:
         if not self._is_current(member):

@@ -40,7 +40,7 @@ from paceline.core.protocol import (
     WorkerId,
 )
 from paceline.engines.ray.worker import Place, here, hide_gpus
-from paceline.gossip.job import GossipJob, Return
+from paceline.gossip.job import GossipJob, NodeState, Return
 from paceline.gossip.node import Node, RejectedUpdate
 from paceline.gossip.ray.sender import MessageSender
 from paceline.learners.base import Array, Saved
@@ -83,6 +83,8 @@ class NodeProcess:
         self._entries: list[Entry] = []
         self._first = 0  # the number of the first of them
         self._ended = False
+        self._state: NodeState | None = None
+        self._asked = False  # whether the driver wants the state
 
     def set_up(self, job: GossipJob, name: WorkerId, saved: Saved | None = None) -> Place:
         """Build the node. A node that joins again has the saved state of a neighbor."""
@@ -119,6 +121,10 @@ class NodeProcess:
     def _act(self) -> bool:
         """Handle the next event; return False once the run has stopped."""
         assert self._coordinator is not None
+        if self._asked:
+            with self._changed:
+                self._take()
+                self._changed.notify_all()
         for _, entry in drive({self._name: self._coordinator}, self):
             with self._changed:
                 self._entries.append(entry)
@@ -139,6 +145,8 @@ class NodeProcess:
         After a rejected message the sender must send the whole copy.
         """
         assert self._node is not None
+        if self._saved is not None:
+            return False  # it has not begun with the state of its neighbor
         for message in messages:
             try:
                 version = self._node.receive(sender, message)
@@ -180,6 +188,24 @@ class NodeProcess:
         """Return the state of model and optimizer, for a node that joins again."""
         assert self._node is not None
         return self._node.saved()
+
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def state(self) -> NodeState:
+        """Return the state of the node, for a checkpoint.
+
+        The thread that trains takes it between two events, so that its parts belong together.
+        """
+        with self._changed:
+            self._state, self._asked = None, True
+            while self._state is None and not self._ended:
+                self._changed.wait(1.0)  # the driver has a deadline for this call
+            return self._state or self._take()
+
+    def _take(self) -> NodeState:
+        assert self._node is not None and self._coordinator is not None
+        self._asked = False
+        self._state = NodeState(self._node.saved(), self._coordinator.state())
+        return self._state
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
     def entries(self, seen: int) -> tuple[int, list[Entry], bool]:

@@ -45,6 +45,7 @@ __all__ = [
     "_contiguous",
     "_digest",
     "exists",
+    "flush",
     "newest",
     "put_in_place",
     "read",
@@ -217,8 +218,8 @@ def write(folder: Path, snapshot: Snapshot, model: Exported, key: bytes | None =
     try:
         fill(partial, snapshot, model, key)
         for file in partial.iterdir():
-            _flush(file)
-        _flush(partial)  # the file names, before the folder is renamed
+            flush(file)
+        flush(partial)  # the file names, before the folder is renamed
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
         raise
@@ -237,10 +238,10 @@ def seal(
     written = {*own, MANIFEST}
     for file in made.iterdir():
         if file.name in written:
-            _flush(file)
+            flush(file)
         elif file.name not in files:
             file.unlink()
-    _flush(made)
+    flush(made)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
@@ -250,7 +251,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(aside)
     partial.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -289,7 +290,7 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -258,13 +258,13 @@ def test_a_run_keeps_as_many_as_it_was_told(tmp_path: Path) -> None:
 def test_the_new_folder_is_on_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flush, order = checkpoint._flush, list[tuple[str, bool]]()
+    flush, order = checkpoint.flush, list[tuple[str, bool]]()
 
     def noted(path: Path) -> None:
         flush(path)
         order.append((path.name, (tmp_path / "step-00000003").exists()))
 
-    monkeypatch.setattr(checkpoint, "_flush", noted)
+    monkeypatch.setattr(checkpoint, "flush", noted)
     saved(tmp_path)
     names = [name for name, _ in order]
     assert sorted(names[:4]) == sorted(FILES)
