@@ -192,7 +192,11 @@ class GossipStorm:
         """Say what the storm was, and how to see it again."""
         return (
             f"seed {self.seed}: {self.case.name} on {self.case.workers} nodes, {self.weather}; "
-            f"again: python benchmarks/chaos.py --part gossip --seed {self.seed}"
+            + (
+                f"again: play({self.seed}, folder, respawns={self.respawns})"
+                if self.respawns
+                else f"again: python benchmarks/chaos.py --part gossip --seed {self.seed}"
+            )
         )
 
     def run(self) -> None:
