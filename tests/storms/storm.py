@@ -412,12 +412,12 @@ def _torn_writes(world: World) -> Iterator[None]:
                     path.write_bytes(content[: world.rng.randint(0, len(content))])
                 raise DriverKilled
 
-        original = checkpoint._flush
-        checkpoint._flush = flush
+        original = checkpoint.flush
+        checkpoint.flush = flush
         try:
             written(folder, *given)
         finally:
-            checkpoint._flush = original
+            checkpoint.flush = original
 
     _put(write)
     try:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 from paceline.core.copies import Copies
 from paceline.core.errors import PolicyError
-from paceline.core.positions import distinct_samples, fault_of, give_back, shorten
+from paceline.core.legal import fault_of_step, fault_of_work
+from paceline.core.positions import distinct_samples, give_back, shorten
 from paceline.core.protocol import (
     MAIN,
     Assign,
@@ -168,9 +169,9 @@ class Ledger:
                 del self.timers[name]
             case LrScaled(scale):
                 self.lr_scale = scale
-                return False
+                return ()
             case Evaluated():
-                return False
+                return ()
             case Stepped() | Interrupted():
                 pass
         return (event,)
@@ -194,7 +195,8 @@ class Ledger:
                 self._give_back(self.held[id].task, self.held[id].samples)
                 self._release(id)
             case Step(weights, _, keep):
-                self._check_step(command)
+                if (fault := fault_of_step(command, self.held, self.copies)) is not None:
+                    raise self._error(command, fault)
                 self.version += 1
                 self.samples += distinct_samples([self.held[id] for id in weights])
                 if not keep:
@@ -266,7 +268,7 @@ class Ledger:
             samples = self.batch if work.samples is None else work.samples
             if work.tiles is not None:
                 samples = sum(work.tiles.values())
-            if (fault := fault_of(work, samples)) is not None:
+            if (fault := fault_of_work(work, samples)) is not None:
                 raise self._error(command, fault)
             tile_offsets: tuple[int, ...] = ()
             if work.tiles is not None:
@@ -341,21 +343,6 @@ class Ledger:
         for task in tasks:
             self._end(task.id)
         return alone
-
-    def _check_step(self, command: Step) -> None:
-        if not command.weights and not command.mix:
-            raise self._error(command, "the step uses no result")
-        if unknown := [id for id in command.weights if id not in self.held]:
-            raise self._error(command, f"results not held: {unknown}")
-        if empty := [id for id in command.weights if not self.held[id].samples]:
-            raise self._error(command, f"results without samples: {empty}; discard them")
-        if unknown_peers := [peer for peer in command.mix if peer not in self.copies]:
-            raise self._error(command, f"no copy of the models of {unknown_peers}")
-        if not all(map(isfinite, command.mix.values())):
-            raise self._error(command, "a weight of a copy is not finite")
-        for weight in command.weights.values():
-            if not all(map(isfinite, weight if isinstance(weight, tuple) else (weight,))):
-                raise self._error(command, "a weight is not finite")
 
     def _is_peer(self, worker: WorkerId) -> bool:
         return self.node not in (MAIN, worker)

@@ -1,27 +1,10 @@
-"""Samples of tasks: what work may ask for, and the next positions in the streams of tiles.
-
-A tile is a data shard with its own stream of samples.
-"""
+"""The next positions in the streams of data shards (tiles), and the samples that results have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
 
-from paceline.core.protocol import Result, Task, Work
-
-
-def fault_of(work: Work, samples: int) -> str | None:
-    """Return why no task can do a work with so many samples; None if one can."""
-    if work.tiles is not None:
-        if work.parts is not None or min(work.tiles.values(), default=0) < 1:
-            return "each data shard in tiles= needs at least one sample, and parts= must be None"
-        if work.samples not in (None, samples):
-            return f"the data shards in tiles= have {samples} samples together"
-    if min(samples, work.steps, work.shares) < 1:
-        return "a task needs at least one sample, step and share"
-    if work.parts is not None and not all(0 <= j < work.n_parts for j in work.parts):
-        return f"the samples have {work.n_parts} parts; use 0 to {work.n_parts - 1}"
-    return None
+from paceline.core.protocol import Result, Task
 
 
 def give_back(next_in_tile: MutableMapping[int, int], task: Task, samples: int) -> bool:
