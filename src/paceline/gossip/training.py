@@ -149,7 +149,7 @@ class GossipTraining:
         """
         reason: str | None = None
         progress: Progress | None = None
-        nodes, examples = len(self.journals), self._learner.examples
+        nodes = len(self.journals)
         with contextlib.ExitStack() as finally_:
             finally_.callback(self.meter.close)
             finally_.callback(engine.close)
@@ -166,19 +166,7 @@ class GossipTraining:
                 reason = ends.reached(self.meter)
                 total = self.meter.total
                 if total.version % nodes == 0:
-                    progress = progress_of(
-                        total,
-                        examples,
-                        nodes,
-                        lambda: self._mean(engine.vectors()),
-                        reasons.append,
-                        self._record,
-                    )
-                    progress = replace(
-                        progress,
-                        step=total.version // nodes,
-                        loss=self._loss(),
-                    )
+                    progress = self._progress(engine, reasons)
                     for callback in callbacks:
                         callback.stepped(progress)
                     if ends.until is not None and ends.until(progress):
@@ -198,6 +186,14 @@ class GossipTraining:
                 self._save(engine, saving)
         self._compare_counts()
         return engine.reason or "all nodes have stopped"
+
+    def _progress(self, engine: GossipEngine, reasons: list[str]) -> Progress:
+        """Return the progress of all nodes together; a reason to stop is added to `reasons`."""
+        nodes, total = len(self.journals), self.meter.total
+        mean: Callable[[], Any] = lambda: self._mean(engine.vectors())  # noqa: E731
+        examples = self._learner.examples
+        found = progress_of(total, examples, nodes, mean, reasons.append, self._record)
+        return replace(found, step=total.version // nodes, loss=self._loss())
 
     def _record(self, event: Evaluated | LrScaled) -> None:
         """Write an evaluation of the mean model into the journal of the first node."""
