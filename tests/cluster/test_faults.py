@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.codecs.base import Codec
 from paceline.core.errors import WorkersLost
-from paceline.core.protocol import Cancel, Discard, Finished, Joined, Left, Start, Step
+from paceline.core.protocol import Cancel, Discard, Draining, Finished, Joined, Left, Start, Step
 from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Member
 from paceline.testing import Throttle
@@ -317,3 +317,26 @@ def test_a_model_that_is_not_finite_on_anyone_ends_the_run(ray_workers: pl.Ray) 
     run = pl.Trainer(learner, pl.sync(), ray_workers, progress=False).fit(steps=10)
     assert "not because of a worker" in run.reason and run.steps == 0
     assert bool(torch.isfinite(flat(run.model)).all())
+
+
+def test_a_drained_worker_finishes_its_task_and_is_replaced() -> None:
+    """Nothing is redone: each drained worker leaves after its result."""
+    with pl.Ray(workers=3, start_timeout=60) as engine:
+        before: list[dict[str, int]] = []
+
+        def drain(name: str) -> None:
+            before.append(engine.pids())
+            engine.drain(name)
+
+        turns = [At(4 + 20 * i, partial(drain, f"w{i}")) for i in range(2)]
+        trainer = pl.Trainer(heavy_learner(), pl.sync(), engine, progress=False, callbacks=turns)
+        run = trainer.fit(seconds=25.0)
+        after = engine.pids()
+    drained = [e.event.worker for e in run.journal if isinstance(e.event, Draining)]
+    assert drained == ["w0", "w1"]
+    assert after["w0"] != before[0]["w0"]
+    tasks = [c.task for e in run.journal for c in e.commands if isinstance(c, Start)]
+    assert all(task.attempt == 1 for task in tasks)
+    assert [s.fate for s in run.samples() if s.fate not in ("used", "unfinished")] == []
+    assert lives(run).count(Joined("w0")) >= drained.count("w0")  # the last may still start
+    assert lives(run).count(Left("w0")) <= drained.count("w0")

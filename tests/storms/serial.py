@@ -11,8 +11,9 @@ import torch
 
 from paceline.codecs.base import Codec
 from paceline.codes.blocks import decoded
+from paceline.core.books import MAX_ATTEMPTS
 from paceline.core.journal import Entry, Header
-from paceline.core.ledger import MAX_ATTEMPTS, Ledger
+from paceline.core.ledger import Ledger
 from paceline.core.protocol import Cancel, Discard, Finished, Left, Start, Step, Task, TaskId
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Array, Learner, Server

@@ -67,6 +67,9 @@ class SimulatedCluster(Cluster):
 
         return make
 
+    def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
+        return lambda: None
+
     def calls(self) -> Calls:
         return Calls(self._world.inbox, self.clock)
 

@@ -162,7 +162,7 @@ class Storm:
             policy,
             engine,
             seed=self.seed,
-            callbacks=[_Calm(self.world)],
+            callbacks=[_Calm(self.world), _Drains(engine, self.world, self.seed)],
             min_workers=self.case.needs,
             checkpoints=Checkpoints(self.folder / "saved", every=self.every, keep=_STEPS),
             journal=self.folder / "run.jsonl",
@@ -391,6 +391,19 @@ class _Calm(Callback):
     def stepped(self, progress: Progress) -> None:
         if progress.step == _STEPS:
             self._world.weather = self._world.weather.calm()
+
+
+class _Drains(Callback):
+    """Has a worker drain now and then, in every third storm."""
+
+    def __init__(self, engine: CheckedRay, world: World, seed: int) -> None:
+        self._engine, self._world = engine, world
+        self._rng = random.Random(seed) if seed % 3 == 0 else None
+
+    def stepped(self, progress: Progress) -> None:
+        if self._rng is not None and self._rng.random() < 0.2:
+            self._world.faults["drain"] += 1
+            self._engine.drain(self._rng.choice(self._engine.workers))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from paceline.core.protocol import (
     Event,
     Finished,
     Interrupted,
+    Release,
     Stop,
     WorkerId,
 )
@@ -50,7 +51,7 @@ class Coordinator:
         if isinstance(event, Finished) and event.task not in ledger.held:
             commands.append(Discard(event.task))  # too late: the task is no longer awaited
         for each in news:
-            if isinstance(each, Cancel):
+            if isinstance(each, Cancel | Release):
                 commands.append(each)
             elif ledger.stopped is not None:
                 continue

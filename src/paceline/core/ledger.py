@@ -1,29 +1,25 @@
 """The ledger: connected workers, running tasks and held results, which every policy reads.
 
-The ledger checks the order of events and commands, so policies and engines need no such checks. An
-operation costs the same with ten workers as with a million; only `outstanding` iterates, over the
-stale versions that still run. Policies read some collections from the front: these are
-`OrderedDict`s, since a plain dict scans the gaps that removals leave.
+The ledger checks the order of events and commands, so policies and engines need no such checks.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
-from paceline.core.copies import Copies
+from paceline.core.books import Books
 from paceline.core.errors import PolicyError
 from paceline.core.legal import fault_of_step, fault_of_work
-from paceline.core.positions import distinct_samples, give_back, shorten
+from paceline.core.positions import distinct_samples, draw, shorten
 from paceline.core.protocol import (
     MAIN,
     Assign,
     Cancel,
     Command,
     Discard,
+    Draining,
     Evaluated,
     Event,
     Finished,
@@ -31,9 +27,8 @@ from paceline.core.protocol import (
     Joined,
     Left,
     LrScaled,
-    Peer,
-    Prices,
     Received,
+    Release,
     Result,
     Send,
     SetTimer,
@@ -46,81 +41,17 @@ from paceline.core.protocol import (
     TimerFired,
     WorkerId,
 )
-from paceline.core.schema import Schema, SchemaError, load_state
-
-MAX_ATTEMPTS = 3
-"""A task is dropped after it lost this many workers, since its samples may be the cause."""
 
 
-class Ledger:
+class Ledger(Books):
     """The state of a run that all policies share; implements `View`."""
 
-    schema = Schema(
-        "ledger",
-        1,
-        {
-            **{name: name for name in ("now", "version", "samples", "stopped", "timers")},
-            **{name: name for name in ("batch", "message_bytes", "prices")},
-            **{name: name for name in ("workers", "idle", "free", "copies")},
-            **{name: name for name in ("running", "held", "lost")},
-            **{"next_task": "next_task", "next_offset": "next_offset"},
-            "next_shard_offsets": "_next_in_tile",
-        },
-        added={"late": "late"},
-    )
+    def record(self, now: float, event: Event) -> tuple[Event | Cancel | Release, ...]:
+        """Record an event; return the events to react to, and commands that follow from it."""
+        news = self._record(now, event)
+        return (*news, *self._released()) if self.draining else news
 
-    def __init__(
-        self,
-        batch: int = 1,
-        message_bytes: int = 0,
-        prices: Prices | None = None,
-        peer: Peer | None = None,
-    ) -> None:
-        self.now = 0.0
-        self.version = 0
-        self.batch, self.message_bytes, self.prices = batch, message_bytes, prices or Prices()
-        self.samples = 0
-        self.lr_scale = 1.0  # not in the schema: a resumed run records it as its first event
-        self.held_shares = 0
-        self.workers: dict[WorkerId, int] = {}  # -> number of tasks outstanding
-        self.idle: OrderedDict[WorkerId, None] = OrderedDict()
-        self.free: OrderedDict[WorkerId, None] = OrderedDict()
-        self.running: OrderedDict[TaskId, Task] = OrderedDict()
-        self.held: OrderedDict[TaskId, Result] = OrderedDict()
-        self.lost: OrderedDict[TaskId, Task] = OrderedDict()
-        # Overdue tasks whose samples another one computed. Their workers join when they answer.
-        self.late: dict[TaskId, Task] = {}
-        self.node = MAIN if peer is None else peer.name
-        self.tensors = () if peer is None else peer.tensors
-        # All nodes begin with the same model, so each holds a copy of its neighbors'.
-        known = () if peer is None else (peer.name, *peer.neighbors)
-        self.copies: dict[WorkerId, int] = dict.fromkeys(known, 0)
-        self.timers: dict[str, float] = {}
-        self.stopped: str | None = None
-        self._results: dict[WorkerId, int] = {}  # -> number of results held
-        self._tasks: dict[WorkerId, dict[TaskId, None]] = {}  # -> tasks running
-        self._by_version: OrderedDict[int, int] = OrderedDict()  # -> shares running
-        self._shares = 0  # running, of all versions
-        self._copies = Copies()
-        self.next_task = 0  # the id of the next task
-        self.next_offset = 0  # of the next samples in the data stream
-        self._next_in_tile: dict[int, int] = {}  # tile (data shard) -> next offset in its stream
-
-    def staleness(self, item: Task | Result) -> int:
-        task = item.task if isinstance(item, Result) else item
-        return self.version - task.version
-
-    def outstanding(self, max_staleness: float) -> int:
-        stale = 0
-        if max_staleness < inf:
-            for version, count in self._by_version.items():  # in increasing order
-                if self.version - version <= max_staleness:
-                    break
-                stale += count
-        return self._shares - stale - self._copies.surplus(self.version - max_staleness)
-
-    def record(self, now: float, event: Event) -> tuple[Event | Cancel, ...]:
-        """Record an event; return the events to react to, and tasks that it makes needless."""
+    def _record(self, now: float, event: Event) -> tuple[Event | Cancel, ...]:
         if now < self.now:
             raise ValueError(f"time went backwards: {event} at {now}, after {self.now}")
         self.now = now
@@ -161,6 +92,10 @@ class Ledger:
                 self._refresh(worker)
                 if worker == self.node:  # a node that returns has no copies of its peers
                     self.copies = {worker: self.copies[worker]}
+            case Draining(worker):
+                if worker in self.workers and worker not in self.draining:
+                    self.draining.append(worker)
+                return ()
             case Received(sender, version):
                 self.copies[sender] = version
             case TimerFired(name):
@@ -219,43 +154,9 @@ class Ledger:
                         command, "only a node of a decentralized run sends, and only to other nodes"
                     )
                 self.copies[self.node] = self.version
-            case Start():
-                raise self._error(command, "only the ledger makes Start; use Assign")
+            case Start() | Release():
+                raise self._error(command, "only the ledger makes it; use Assign")
         return command
-
-    def restore(self, data: Mapping[str, Any]) -> None:
-        """Load saved state; recompute all counts that follow from tasks and results."""
-        load_state(self, data)
-        kinds = {"running": Task, "held": Result, "lost": Task, "late": Task}
-        for name, kind in kinds.items():
-            if not all(isinstance(item, kind) for item in getattr(self, name).values()):
-                raise SchemaError(f"ledger.{name} has values other than {kind.__name__}")
-        self._results, self._tasks, self._by_version = {}, {}, OrderedDict()
-        for task in self.running.values():  # in increasing order of versions
-            self._tasks.setdefault(task.worker, {})[task.id] = None
-            before = self._by_version.get(task.version, 0)
-            self._by_version[task.version] = before + task.work.shares
-        for result in self.held.values():
-            worker = result.task.worker
-            self._results[worker] = self._results.get(worker, 0) + 1
-        self.held_shares = sum(result.task.work.shares for result in self.held.values())
-        self._shares = sum(self._by_version.values())
-        self._copies = Copies(self.running.values())
-
-    def abandon(self) -> None:
-        """Remove all workers and mark all unused work as lost, as after a restart."""
-        for group in list(self._copies):
-            for other in group[1:]:  # the first is enough
-                self._end(other.id)
-        unused = [*(result.task for result in self.held.values()), *self.running.values()]
-        for task in sorted(unused, key=lambda task: task.id):  # no worker failed: no attempt
-            if task.work.parts is None:
-                self.lost[task.id] = replace(task, attempt=task.attempt - 1)
-        for book in (self.workers, self.idle, self.free, self.running, self.held, self.copies):
-            book.clear()
-        for index in (self.timers, self.late, self._results, self._tasks, self._by_version):
-            index.clear()
-        self.held_shares = self._shares = 0
 
     def _stamp(self, command: Assign) -> Task:
         worker, work, version = command.worker, command.work, self.version
@@ -270,22 +171,13 @@ class Ledger:
                 samples = sum(work.tiles.values())
             if (fault := fault_of_work(work, samples)) is not None:
                 raise self._error(command, fault)
-            tile_offsets: tuple[int, ...] = ()
-            if work.tiles is not None:
-                offset, tile_offsets = (
-                    0,
-                    tuple(self._next_in_tile.get(tile, 0) for tile in work.tiles),
-                )
-                for (tile, count), begin in zip(work.tiles.items(), tile_offsets, strict=True):
-                    self._next_in_tile[tile] = begin + count * work.steps
-            elif work.parts is None:
+            offset, in_tiles = 0, draw(self._next_in_tile, work)
+            if work.parts is not None:  # at one version, all workers with a part have its samples
+                offset = version * self.batch * work.steps
+            elif work.tiles is None:
                 offset = self.next_offset
                 self.next_offset += samples * work.steps
-            else:  # at one version, all workers with a part compute it on the same samples
-                offset = version * self.batch * work.steps
-            task = Task(
-                id, worker, work, version, self.now, samples, offset, tile_offsets=tile_offsets
-            )
+            task = Task(id, worker, work, version, self.now, samples, offset, tile_offsets=in_tiles)
         self.next_task += 1
         self.running[id] = task
         self.workers[worker] += 1
@@ -336,59 +228,18 @@ class Ledger:
             self._refresh(task.worker)
         return tuple(news)
 
-    def _end_all(self, worker: WorkerId) -> list[Task]:
-        """End the tasks of a worker; return those whose samples no other task computes."""
-        tasks = [self.running[id] for id in self._tasks.get(worker, ())]
-        alone = [task for task in tasks if not self._copies.others(task)]
-        for task in tasks:
-            self._end(task.id)
-        return alone
+    def _released(self) -> list[Event | Release]:
+        """Let the workers go that drain and have no task left."""
+        done = [worker for worker in self.draining if not self.workers.get(worker)]
+        self.draining = [worker for worker in self.draining if worker not in done]
+        there = [worker for worker in done if worker in self.workers]
+        for worker in there:
+            del self.workers[worker]
+            self._refresh(worker)
+        return [news for worker in there for news in (Release(worker), Left(worker))]
 
     def _is_peer(self, worker: WorkerId) -> bool:
         return self.node not in (MAIN, worker)
-
-    def _end(self, id: TaskId) -> Task:
-        """Remove a task from the running ones; the caller refreshes its worker."""
-        task = self.running.pop(id)
-        self._copies.end(task)
-        self.workers[task.worker] -= 1
-        del self._tasks[task.worker][id]
-        self._shares -= task.work.shares
-        left = self._by_version[task.version] - task.work.shares
-        if left:
-            self._by_version[task.version] = left
-        else:
-            del self._by_version[task.version]
-        return task
-
-    def _give_back(self, task: Task, samples: int) -> None:
-        """Return a task's unused samples to their tiles; if that cannot be, the task is lost."""
-        if not give_back(self._next_in_tile, task, samples):
-            self.lost[task.id] = replace(task, attempt=task.attempt - 1)  # no worker failed
-
-    def _lose(self, tasks: Iterable[Task]) -> None:
-        for task in tasks:
-            # Parts of a batch are useful at one version only, and other workers have them too.
-            if task.attempt < MAX_ATTEMPTS and task.work.parts is None:
-                self.lost[task.id] = task
-
-    def _release(self, id: TaskId) -> None:
-        task = self.held.pop(id).task
-        self.held_shares -= task.work.shares
-        worker = task.worker
-        self._results[worker] -= 1
-        self._refresh(worker)
-
-    def _refresh(self, worker: WorkerId) -> None:
-        if self.workers.get(worker) != 0:  # busy, or disconnected
-            self.idle.pop(worker, None)
-            self.free.pop(worker, None)
-        else:
-            self.idle.setdefault(worker)
-            if self._results.get(worker):
-                self.free.pop(worker, None)
-            else:
-                self.free.setdefault(worker)
 
     def _error(self, command: Command, why: str) -> PolicyError:
         return PolicyError(f"{command} at t={self.now:g}: {why}")

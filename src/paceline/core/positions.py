@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
 
-from paceline.core.protocol import Result, Task
+from paceline.core.protocol import Result, Task, Work
+
+
+def draw(next_in_tile: MutableMapping[int, int], work: Work) -> tuple[int, ...]:
+    """Draw the next samples of each tile of a work; return their offsets."""
+    tiles = work.tiles or {}
+    offsets = tuple(next_in_tile.get(tile, 0) for tile in tiles)
+    for (tile, count), begin in zip(tiles.items(), offsets, strict=True):
+        next_in_tile[tile] = begin + count * work.steps
+    return offsets
 
 
 def give_back(next_in_tile: MutableMapping[int, int], task: Task, samples: int) -> bool:

@@ -239,6 +239,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """A worker will be taken away. It gets no new task, and leaves when it has none.
+
+    Policies see `Left` after the result of its last task, so that no task is lost.
+    """
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """The model has reached `version`."""
 
@@ -290,7 +300,16 @@ class LrScaled:
 
 
 Event: TypeAlias = (
-    Joined | Left | Finished | Stepped | Received | TimerFired | Interrupted | Evaluated | LrScaled
+    Joined
+    | Left
+    | Finished
+    | Draining
+    | Stepped
+    | Received
+    | TimerFired
+    | Interrupted
+    | Evaluated
+    | LrScaled
 )
 
 
@@ -324,6 +343,13 @@ class Cancel:
     """Cancel a running task. If its result still arrives, the policy does not see it."""
 
     task: TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let a worker go that was `Draining` and has no task left; only the ledger makes it."""
+
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +407,7 @@ class Stop:
     reason: str
 
 
-Command: TypeAlias = Assign | Start | Cancel | Discard | Step | Send | SetTimer | Stop
+Command: TypeAlias = Assign | Start | Cancel | Release | Discard | Step | Send | SetTimer | Stop
 
 
 # --- the ledger that a policy reads, and the engine that carries out its commands ---------------

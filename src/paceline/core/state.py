@@ -24,6 +24,7 @@ _VALUES: dict[str, type[Any]] = {
     for kind in (
         *(protocol.Work, protocol.Task, protocol.Result, protocol.Prices),
         *(protocol.Joined, protocol.Left, protocol.Finished, protocol.Stepped),
+        *(protocol.Draining, protocol.Release),
         *(protocol.Received, protocol.TimerFired, protocol.Interrupted),
         *(protocol.Evaluated, protocol.LrScaled),
         *(protocol.Assign, protocol.Start, protocol.Cancel, protocol.Discard, protocol.Step),

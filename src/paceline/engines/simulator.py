@@ -30,6 +30,7 @@ from paceline.core.protocol import (
     Interrupted,
     Joined,
     Left,
+    Release,
     Send,
     SetTimer,
     Start,
@@ -282,7 +283,7 @@ class Simulator:
             case SetTimer(name, at):
                 if at < inf:
                     self._push(at, TimerFired(name))
-            case Stop() | Assign():
+            case Stop() | Assign() | Release():
                 pass
             case Send():
                 raise NotImplementedError("only nodes of a decentralized run send: see `lend`")

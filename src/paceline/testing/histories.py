@@ -17,6 +17,7 @@ from paceline.core.copies import samples_of
 from paceline.core.ledger import Ledger
 from paceline.core.policy import Policy
 from paceline.core.protocol import (
+    Draining,
     Event,
     Finished,
     Joined,
@@ -30,8 +31,8 @@ from paceline.core.protocol import (
     WorkerId,
 )
 
-Kind: TypeAlias = Literal["join", "leave", "finish", "late", "step", "timer"]
-_KINDS: tuple[Kind, ...] = ("join", "leave", "finish", "late", "step", "timer")
+Kind: TypeAlias = Literal["join", "leave", "drain", "finish", "late", "step", "timer"]
+_KINDS: tuple[Kind, ...] = ("join", "leave", "drain", "finish", "late", "step", "timer")
 _OFTEN: tuple[Kind, ...] = ("join", "finish", "finish", "finish", "step")
 
 
@@ -84,6 +85,8 @@ class History:
                 return Joined(name)
             case "leave" if there := [*ledger.workers, *_late(ledger)]:
                 return Left(there[which % len(there)])
+            case "drain" if ledger.workers:
+                return Draining(list(ledger.workers)[which % len(ledger.workers)])
             case "finish" if ledger.running:
                 task = list(ledger.running.values())[which % len(ledger.running)]
                 samples = task.samples * task.work.steps
@@ -121,7 +124,8 @@ def check_books(ledger: Ledger) -> None:
         tasks[task.worker] += 1
     results = [result.task.worker for result in ledger.held.values()]
     assert tasks == ledger.workers
-    assert set(ledger.idle) == {worker for worker, count in tasks.items() if not count}
+    drained = set(ledger.draining)
+    assert set(ledger.idle) == {w for w, count in tasks.items() if not count} - drained
     assert set(ledger.free) == set(ledger.idle) - set(results)
     assert not ledger.held.keys() & ledger.running.keys()
     assert not ledger.lost.keys() & (ledger.held.keys() | ledger.running.keys())

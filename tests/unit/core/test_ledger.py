@@ -6,8 +6,9 @@ from math import inf, nan
 
 import pytest
 
+from paceline.core.books import MAX_ATTEMPTS
 from paceline.core.errors import PolicyError
-from paceline.core.ledger import MAX_ATTEMPTS, Ledger
+from paceline.core.ledger import Ledger
 from paceline.core.protocol import (
     Assign,
     Cancel,
@@ -82,7 +83,7 @@ REFUSED: list[tuple[Command, str]] = [
     (Step({1: -inf}), "a weight is not finite"),
     (SetTimer("late", 2.0), "the time is already 2"),
     (SetTimer("late", 1.0), "the time is already 2"),
-    (Start(Task(5, "w0", Work(), 0, 0.0, 1, 0)), "only the ledger makes Start; use Assign"),
+    (Start(Task(5, "w0", Work(), 0, 0.0, 1, 0)), "only the ledger makes it; use Assign"),
 ]
 
 

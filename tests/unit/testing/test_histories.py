@@ -12,9 +12,9 @@ import paceline as pl
 from paceline.codes.approximate import Replicated
 from paceline.codes.generators import repetition
 from paceline.codes.groups import Grouped
+from paceline.core.books import MAX_ATTEMPTS
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal, dump_entry, parse_entry
-from paceline.core.ledger import MAX_ATTEMPTS
 from paceline.core.policy import Policy
 from paceline.core.protocol import Start, Step, Task
 from paceline.data.partition.base import Partition

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +93,7 @@ class Ray:
         self._origin = self._cluster.clock()  # `now` may be called after a job
         self._open: RayJob | None = None
         self._secret: bytes | None = None  # of the processes of the job
+        self._end_watch: Callable[[], None] = lambda: None
         self._clear()
 
     def _make_cluster(self) -> Cluster:
@@ -106,6 +108,8 @@ class Ray:
     def _clear(self) -> None:
         """Forget everything about a job."""
         ended, self._open = self._open, None
+        self._end_watch()
+        self._end_watch = lambda: None
         if ended is not None:
             self._origin = ended.origin
             ended.end()
@@ -212,6 +216,10 @@ class Ray:
         under_way.begin()
         under_way.reducer = self._make_reducer(job, self._pool, under_way)
         under_way.start_clock()
+        calls = self._calls
+        self._end_watch = cluster.watch(
+            lambda nodes: calls.post(partial(under_way.drain_nodes, nodes))
+        )
 
     def _gpus_each(self, learner: Learner) -> dict[WorkerId, float]:
         device = str(getattr(learner, "device", "cpu"))
@@ -292,6 +300,15 @@ class Ray:
     def _under_way(self) -> RayJob:
         assert self._open is not None, "a job is opened first"
         return self._open
+
+    def drain(self, *workers: WorkerId) -> None:
+        """Have workers finish their tasks and leave; each is started again where Ray has room.
+
+        Any thread may call it, for instance a callback. Workers on nodes that Ray drains (`ray
+        drain-node`) do so without this call.
+        """
+        if self._open is not None:
+            self._calls.post(partial(self._open.drain, workers))
 
     def interrupt(self, reason: str) -> None:
         self._calls.post(partial(self._events.append, Interrupted(reason)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import uuid
 from collections import deque
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,13 @@ from paceline.core.protocol import (
     Cancel,
     Command,
     Discard,
+    Draining,
     Event,
     Finished,
     Interrupted,
     Joined,
     Left,
+    Release,
     Send,
     SetTimer,
     Start,
@@ -158,6 +161,8 @@ class RayJob:
             case Discard(id):
                 self.reducer.drop(id)
                 self._refund(id)
+            case Release(worker):
+                self._let_go(worker)
             case Step(weights, _, keep, lr_scale):
                 self.reducer.step(weights, keep, lr_scale)
                 for id in () if keep else weights:
@@ -336,6 +341,32 @@ class RayJob:
         if (reason := self._skipping.reason(task)) is not None:
             self._events.append(Interrupted(reason))
         return answer._replace(samples=0, stats={}, skipped=samples)
+
+    def drain(self, names: Iterable[WorkerId]) -> None:
+        """Have workers finish their tasks and leave; each is started again where there is room."""
+        for name in names:
+            member = self._member(name)
+            if member is not None and not member.draining:
+                member.draining = True
+                logger.info("worker %s will be taken away: it finishes its task and leaves", name)
+                self._events.append(Draining(name))
+
+    def drain_nodes(self, nodes: Collection[str]) -> None:
+        """Drain the workers on nodes that will be taken away."""
+        places = {name: member.place for name, member in self._pool.members.items()}
+        self.drain(n for n, place in places.items() if place is not None and place.node in nodes)
+
+    def _let_go(self, name: WorkerId) -> None:
+        """End a drained worker, which has no task, and start another in its place."""
+        if (member := self._member(name)) is None:
+            return  # its node was faster
+        member.joined = False
+        if member.call is not None:
+            self._calls.drop(member.call)  # of a task that was cancelled
+        self._events.append(Left(name))
+        self._pool.remove_lost(member)
+        self._pool.trust(name)
+        self._start_again(name)
 
     def refuse_later(self, token: Token, task: Task, why: str) -> None:
         """Reject a result that was accepted, if the process that computed it is still current."""

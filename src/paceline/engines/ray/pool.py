@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 
 import ray
 from ray._private.state import actors as actor_table  # the public call needs a dashboard
+from ray._private.state import state as cluster_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.logs import logger_of
 from paceline.core.protocol import TaskId
 from paceline.engines.ray.calls import Call, Calls
 from paceline.engines.ray.cluster.join import connect, refuse_torchrun, warn_small_stores
+from paceline.engines.ray.notices import Notices
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.transport.calls import Direct, Stores, Transport
@@ -41,6 +43,7 @@ class Member:
     call: Call | None = None  # the call whose answer is awaited
     busy: Token | None = None  # the task that it computes, cancelled or not
     sent_at: float = 0.0  # when it got that task
+    draining: bool = False  # whether it finishes its task and leaves
     proven: bool = False  # whether it has answered a task of this job
     waiting: deque[TaskId] = field(default_factory=deque)
     model_version: int | None = None  # the version of the public copy of the model that it has
@@ -154,6 +157,11 @@ def alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def draining_nodes() -> set[str]:
+    """Return the nodes that Ray will take away."""
+    return set(cluster_state.get_draining_nodes())
+
+
 _LONGEST_PAUSE = 30.0  # seconds before a process that keeps failing is started again
 
 
@@ -231,6 +239,10 @@ class Cluster:
         """Return how a message names a node."""
         found = [n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node]
         return f"{found[0] if found else 'unknown'} (node {node[:8]})"
+
+    def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
+        """Tell which nodes Ray drains, from a thread; return what ends it."""
+        return Notices(draining_nodes, tell).end
 
     def free_cpus(self) -> float:
         return float(ray.available_resources().get("CPU", 0))
