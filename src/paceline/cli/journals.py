@@ -78,7 +78,7 @@ def compare(journals: Sequence[Path], as_json: bool) -> None:
 
 def as_text(record: Record) -> str:
     """Return a run in a few lines."""
-    from paceline.report.text import forecast_line, summary
+    from paceline.report.text import changed_line, forecast_line, summary
     from paceline.report.words import shortened
 
     header, about = record.header, record.header.about or {}
@@ -88,6 +88,8 @@ def as_text(record: Record) -> str:
     lines.append(summary(record.meter, record.reason, header.batch, nodes))
     if more := record.metrics.lines():
         lines.append(more)
+    if (changed := about.get("changed")) is not None:
+        lines.append(changed_line(changed))
     if (forecast := about.get("forecast")) is not None:
         lines.append(forecast_line(forecast, record.meter))
     return "\n".join(lines)

@@ -367,6 +367,14 @@ class TorchServer(TorchShard, Steps):
             self._is_elementwise = True
         return SliceRecipe(self._rules, shapes, self._values.numel(), span)
 
+    def settings_at(self, step: int) -> dict[str, Any]:
+        """Return the settings of a new server after so many steps, as `save` gives them."""
+        if self._scheduler is not None:
+            self._optimizer.step()  # before the schedule's first, or torch warns
+            for _ in range(step):
+                self._scheduler.step()
+        return {**self.save().data, "scalars": {}}
+
     def model(self) -> nn.Module:
         self._flat.push_buffers()
         return copy.deepcopy(self._flat.module).eval()  # each parameter with its own memory

@@ -268,6 +268,12 @@ class TorchLearner:
             return self.outer is not None and self.inner == "kept"
         return not isinstance(make_optimizer(self.optimizer, stand_ins(self.shapes)), SGD)
 
+    @cached_property
+    def optimizer_class(self) -> str:
+        """The class of the server's optimizer."""
+        kind = type(make_optimizer(self._rules.optimizer, stand_ins(self.shapes)))
+        return f"{kind.__module__}.{kind.__qualname__}"
+
     def rate(self, version: int) -> float:
         return self._rates.at(version)
 

@@ -109,6 +109,15 @@ def placed_line(moved: int | None, waited: int, missed: Mapping[int, float]) -> 
     return line
 
 
+def changed_line(changed: Mapping[str, Any]) -> str:
+    """Return a line on a run that was resumed with other settings.
+
+    >>> changed_line({"step": 120, "settings": ["another policy: k_sync(7) -> k_sync(5)"]})
+    '  resumed   at step 120 with another policy: k_sync(7) -> k_sync(5)'
+    """
+    return f"  resumed   at step {changed['step']} with {'; '.join(changed['settings'])}"
+
+
 def forecast_line(forecast: Mapping[str, Any], meter: Meter) -> str:
     """Return forecast and actual seconds until the loss reached the target."""
     middle, low, high = (

@@ -71,7 +71,7 @@ class Fit:
         server: Server | None = None,
     ) -> None:
         self._settings, self._until, self._callbacks = settings, until, callbacks
-        self._snapshot = start.snapshot
+        self._snapshot, self._changed = start.snapshot, start.changed
         # A resumed run loads a new server, so that the arrays of its snapshot never change.
         fresh = server if start.snapshot is None else None
         self._progress: Progress | None = None  # after the newest step
@@ -156,6 +156,8 @@ class Fit:
         about, plan, path = self._settings.about_run(), self._settings.plan, given.journal
         if plan is not None and not plan.unknown:  # step times alone forecast no run
             about["forecast"] = plan.about()
+        if snapshot is not None and self._changed:
+            about["changed"] = {"step": snapshot.step, "settings": list(self._changed)}
         if path is not None:
             path = unused(Path(path), None if snapshot is None else snapshot.step)
         cut = self._settings.tiles
@@ -234,7 +236,8 @@ class Fit:
         """Return the state of the coordinator alone."""
         ledger = self._coordinator.ledger
         state = {"policy": save_state(self._policy), "ledger": save_state(ledger)}
-        about, more = self._settings.about(), (states_of(self._callbacks), ledger.lr_scale)
+        about = {**self._settings.about(), **self._settings.notes()}
+        more = states_of(self._callbacks), ledger.lr_scale
         return Snapshot(ledger.version, about, state, Saved({}, {}), None, *more)
 
     def _save(self, snapshot: Snapshot) -> None:

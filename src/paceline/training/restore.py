@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import CheckpointError
 from paceline.core.ledger import Ledger
@@ -15,6 +14,13 @@ from paceline.core.protocol import WorkerId
 from paceline.gossip.job import NodeState
 from paceline.gossip.policy import Gossip
 from paceline.learners.base import Server
+from paceline.training.changes import (
+    OtherRun,
+    changed_coordinator,
+    changed_server,
+    changes_of,
+    check_allow,
+)
 from paceline.training.checkpoint import Checkpoints, Snapshot, Unreachable
 from paceline.training.checkpoint.files import Files
 from paceline.training.checkpoint.nodes import node_files
@@ -36,11 +42,13 @@ class Start:
     snapshot: the state of training; None: the initial state.
     saved: the place of the newest checkpoint.
     nodes: the states of all nodes of a decentralized run.
+    changed: what differs from the settings of the checkpoint.
     """
 
     snapshot: Snapshot | None = None
     saved: str | None = None
     nodes: Mapping[WorkerId, NodeState] | None = None
+    changed: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -63,15 +71,18 @@ class Start:
         return server
 
 
-class OtherRun(CheckpointError):
-    """The checkpoint is complete but has other settings, as all older ones would."""
-
-
-def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool) -> Start | None:
+def restore(
+    settings: Settings,
+    path: Path | str | Checkpoints,
+    missing_ok: bool,
+    allow: Collection[str] = (),
+) -> Start | None:
     """Return the start at a checkpoint, or at the newest valid checkpoint in a folder.
 
     Return None if there is no checkpoint and `missing_ok` is true.
+    allow: the settings that may differ from the saved ones.
     """
+    allowed = check_allow(allow)
     saves = _saves_at(settings.given.checkpoints, path)
     found = saves.found()
     if not found and missing_ok:
@@ -86,8 +97,10 @@ def restore(settings: Settings, path: Path | str | Checkpoints, missing_ok: bool
         try:
             with saves.fetched(place) as folder:
                 if isinstance(settings.policy, Gossip):
-                    return _checked_nodes(settings, settings.policy, place, folder, saves.key)
-                start = Start(_checked(settings, place, folder, saves.key), place)
+                    return _checked_nodes(
+                        settings, settings.policy, place, folder, saves.key, allowed
+                    )
+                start = _checked(settings, place, folder, saves.key, allowed)
             if getattr(settings.learner, "keeps_inner_state", False):
                 logger.warning(
                     "%s has no state of the workers' inner optimizers: each begins with a new one",
@@ -113,20 +126,33 @@ def _saves_at(known: Checkpoints | None, path: Path | str | Checkpoints) -> Chec
     return Checkpoints(path)
 
 
-def _checked(settings: Settings, place: str, folder: Path, key: bytes | None) -> Snapshot:
-    """Return the state in a checkpoint; refuse a state that does not fit the settings."""
+def _checked(
+    settings: Settings, place: str, folder: Path, key: bytes | None, allow: frozenset[str]
+) -> Start:
+    """Return the start at a checkpoint; refuse a state that does not fit the settings."""
     try:
         files = Files(folder, key)
-        _compare_about(settings, place, files.data["about"])
-        check_coordinator(settings.policy, settings.learner.batch_size, files)
-        check_server(settings.server(), files)
-        snapshot, server = files.snapshot(), settings.server()
+        changes = changes_of(settings, place, files.data, allow)
+        same_policy = all(change.name != "policy" for change in changes)
+        check_coordinator(
+            settings.policy if same_policy else None, settings.learner.batch_size, files
+        )
+        check_server(settings.server(), files, of_same_rules="optimizer" not in allow)
+        snapshot, told = files.snapshot(), [str(change) for change in changes]
+        if "optimizer" in allow:
+            state, more = changed_server(settings, snapshot, changes)
+            snapshot, told = replace(snapshot, server=state), [*told, *more]
+        if told:
+            state_of_all = changed_coordinator(settings, place, snapshot, changes)
+            snapshot = replace(snapshot, coordinator=state_of_all, engine=None)
+            logger.info("resumed at step %d with %s", snapshot.step, "; ".join(told))
+        server = settings.server()
         server.load(snapshot.server)
         check_model(server, files)
         if not settings.engine.is_exact:  # work in flight is handed out again
-            return replace(snapshot, engine=None)
+            snapshot = replace(snapshot, engine=None)
         if snapshot.engine is not None:
-            _compare_engine(settings, place, snapshot, server, files)
+            _compare_engine(settings, snapshot, server, files)
     except CheckpointError:
         raise
     except Exception as error:  # a forged state may fail anywhere
@@ -134,16 +160,21 @@ def _checked(settings: Settings, place: str, folder: Path, key: bytes | None) ->
         raise CheckpointError(
             f"{place} does not fit this run: {why}; use another checkpoint"
         ) from error
-    return snapshot
+    return Start(snapshot, place, changed=tuple(told))
 
 
 def _checked_nodes(
-    settings: Settings, policy: Gossip, place: str, folder: Path, key: bytes | None
+    settings: Settings,
+    policy: Gossip,
+    place: str,
+    folder: Path,
+    key: bytes | None,
+    allow: frozenset[str],
 ) -> Start:
     """Return the states of all nodes; refuse a state that does not fit the settings."""
     try:
         files = Files(folder, key)
-        _compare_about(settings, place, files.data["about"])
+        changes_of(settings, place, files.data, allow)
         states: dict[WorkerId, NodeState] = {}
         for node, own in node_files(files, policy.graph.nodes, key).items():
             check_coordinator(policy, settings.learner.batch_size, own)
@@ -162,24 +193,9 @@ def _checked_nodes(
     return Start(files.snapshot(), place, states)
 
 
-def _compare_about(settings: Settings, place: str, theirs: Mapping[str, Any]) -> None:
-    mine = settings.about()
-    if differing := {k: (theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v}:
-        told = "; ".join(f"{k} was {a!r} and is {b!r}" for k, (a, b) in differing.items())
-        raise OtherRun(f"{place} is not of this run: {told}; give the Trainer the saved settings")
-
-
-def _compare_engine(
-    settings: Settings, place: str, snapshot: Snapshot, server: Server, files: Files
-) -> None:
+def _compare_engine(settings: Settings, snapshot: Snapshot, server: Server, files: Files) -> None:
     """Open a copy of the engine with the saved state; refuse it if the copy saves another."""
     assert snapshot.engine is not None
-    size, workers = settings.engine.size, snapshot.engine.data.get("workers")
-    if isinstance(workers, dict) and len(workers) != size:
-        raise OtherRun(
-            f"{place} is not of this run: the saved run had {len(workers)} workers and this "
-            f"simulator has {size}; give it as many workers"
-        )
     at = Ledger()
     at.version = snapshot.step
     job = replace(settings.job(server, frozenset(), at), skip_limit=0)

@@ -22,7 +22,7 @@ from paceline.report.glance import as_html
 from paceline.report.live import look
 from paceline.report.metrics import Meter
 from paceline.report.samples import Stretch, sample_fates
-from paceline.report.text import forecast_line, placed_line, speeds_line, summary
+from paceline.report.text import changed_line, forecast_line, placed_line, speeds_line, summary
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,10 @@ class Run:
         if isinstance(placement, Placed):
             moved = placement.moved if placement.move else None
             text += "\n" + placed_line(moved, findings.waited, placement.missed())
-        forecast = (first.header.about or {}).get("forecast")
+        about = first.header.about or {}
+        if (changed := about.get("changed")) is not None:
+            text += "\n" + changed_line(changed)
+        forecast = about.get("forecast")
         if forecast is not None:
             text += "\n" + forecast_line(forecast, self.meter)
         for change in findings.changes or ():

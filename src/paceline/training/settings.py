@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # these need torch and scipy
 logger = logger_of(__name__)
 
 Shown = bool | Literal["live"]
+NOTES = ("written", "optimizer_class")
+"""The names of `Settings.notes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,12 @@ class Settings:
             "policy": describe(self.policy),
             **{name: describe(part) for name, part in parts.items() if part is not None},
         }
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a checkpoint notes besides `about`, and a resumed run need not share."""
+        kind = getattr(self.learner, "optimizer_class", None)
+        named = {} if kind is None else {"optimizer_class": kind}
+        return {"written": written(self.policy), **named}
 
     def about_run(self) -> dict[str, Any]:
         """Describe a run for its journal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -277,7 +277,13 @@ class Trainer:
         finally:
             self._start = fit.start
 
-    def resume(self, path: Path | str | Checkpoints, *, missing_ok: bool = False) -> Trainer:
+    def resume(
+        self,
+        path: Path | str | Checkpoints,
+        *,
+        missing_ok: bool = False,
+        allow: Collection[str] = (),
+    ) -> Trainer:
         """Continue from a checkpoint, or from the newest valid checkpoint in a folder.
 
         The trainer must have the same settings as the one that saved it. A folder's damaged or
@@ -286,9 +292,12 @@ class Trainer:
         interrupted one. A decentralized run starts all nodes again, each with its own model and
         at its next sample, on another trajectory. With `missing_ok`, a run without checkpoints
         begins at the beginning.
+
+        allow: settings that may differ: "policy" (also the number of workers), "optimizer" (also
+            schedules and transforms), "batch_size". Each sample is still used once per epoch.
         """
         settings = self._settled()
-        self._start = restore(settings, path, missing_ok) or self._start
+        self._start = restore(settings, path, missing_ok, allow) or self._start
         return self
 
     # --- the parts of fit ------------------------------------------------------------------------

@@ -693,16 +693,32 @@ def test_where_work_in_flight_is_lost_it_is_done_again(name: str, tmp_path: Path
 
 
 DIFFERENT: dict[str, tuple[Callable[[], pl.Trainer], str]] = {
-    "seed": (lambda: trainer(seed=1), "seed was 0 and is 1"),
-    "policy": (lambda: trainer(pl.k_sync(2)), "policy was 'Gather()' and is 'Gather(k=2)'"),
-    "batch": (lambda: trainer(learner=logistic(20)), "batch_size was 10 and is 20"),
+    "seed": (
+        lambda: trainer(seed=1),
+        "seed was 0 and is 1 (never accepted: it orders the samples); "
+        "give the Trainer the saved settings",
+    ),
+    "policy": (
+        lambda: trainer(pl.k_sync(2)),
+        "policy was 'Gather()' and is 'Gather(k=2)' (allow={'policy'} accepts it); "
+        "give the Trainer the saved settings, or use resume(…, allow={'policy'})",
+    ),
+    "batch": (
+        lambda: trainer(pl.k_sync(2), learner=logistic(20)),
+        "batch_size was 10 and is 20 (allow={'batch_size'} accepts it); "
+        "policy was 'Gather()' and is 'Gather(k=2)' (allow={'policy'} accepts it); "
+        "give the Trainer the saved settings, or use resume(…, allow={'batch_size', 'policy'})",
+    ),
     "learner": (
         lambda: trainer(learner=pl.learners.Quadratic(batch_size=10)),
-        "learner was 'Logistic' and is 'Quadratic'",
+        "learner was 'Logistic' and is 'Quadratic' (never accepted: the saved state is of that "
+        "model); examples was 50 and is None (never accepted: positions in the data count them); "
+        "give the Trainer the saved settings",
     ),
     "several": (
         lambda: trainer(learner=logistic(20), seed=1),
-        "batch_size was 10 and is 20; seed was 0 and is 1",
+        "batch_size was 10 and is 20 (allow={'batch_size'} accepts it); seed was 0 and is 1 "
+        "(never accepted: it orders the samples); give the Trainer the saved settings",
     ),
 }
 
@@ -714,17 +730,14 @@ def test_the_checkpoint_of_another_run_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(pl.errors.CheckpointError) as refusal:
         other().resume(tmp_path)
     place = tmp_path / "step-00000002"
-    assert (
-        str(refusal.value)
-        == f"{place} is not of this run: {told}; give the Trainer the saved settings"
-    )
+    assert str(refusal.value) == f"{place} is not of this run: {told}"
 
 
 @pytest.mark.parametrize("workers", [3, 5])
 def test_a_simulation_goes_on_with_its_own_workers(workers: int, tmp_path: Path) -> None:
     """Its events in flight are of them; on Ray, where there are none, any number will do."""
     trainer(checkpoints=pl.Checkpoints(tmp_path)).fit(steps=2)
-    told = f"the saved run had 4 workers and this simulator has {workers}; give it as many workers"
+    told = f"workers was 4 and is {workers} .allow={{'policy'}} accepts it"
     with pytest.raises(pl.errors.CheckpointError, match=told):
         trainer(engine=pl.Simulator(workers)).resume(tmp_path)
 

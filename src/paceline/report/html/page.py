@@ -27,7 +27,14 @@ from paceline.report.html.sentences import (
 )
 from paceline.report.html.svg import plain
 from paceline.report.html.tables import forecast_rows, settings, workers_table
-from paceline.report.text import FORGOTTEN, forecast_line, in_bytes, in_dollars, summary
+from paceline.report.text import (
+    FORGOTTEN,
+    changed_line,
+    forecast_line,
+    in_bytes,
+    in_dollars,
+    summary,
+)
 from paceline.report.words import in_time, number, shortened
 
 _ENVIRONMENT = Environment(
@@ -200,7 +207,10 @@ def _text(record: Record) -> str:
     text = summary(record.meter, record.reason, record.header.batch, nodes)
     if lines := record.metrics.lines():
         text += f"\n{lines}"
-    if (forecast := (record.header.about or {}).get("forecast")) is not None:
+    about = record.header.about or {}
+    if (changed := about.get("changed")) is not None:
+        text += f"\n{changed_line(changed)}"
+    if (forecast := about.get("forecast")) is not None:
         text += f"\n{forecast_line(forecast, record.meter)}"
     return text
 

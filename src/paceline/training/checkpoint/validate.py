@@ -7,6 +7,7 @@ arrays, fields or types is refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from itertools import chain
 from math import isfinite, prod
@@ -14,20 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.coordinator import Coordinator
 from paceline.core.errors import CheckpointError
 from paceline.core.ledger import Ledger
 from paceline.core.policy import Policy
 from paceline.core.protocol import Result, Task
-from paceline.core.schema import SchemaError, same_kind
+from paceline.core.schema import SchemaError, load_state, same_kind
 from paceline.core.state import decode
 from paceline.learners.base import Saved, Server
 from paceline.training.checkpoint.files import ARRAYS, MODEL, Files
 from paceline.training.checkpoint.kinds import Kind, kind_of, written
 
 
-def check_server(server: Server, files: Files) -> None:
-    """Refuse arrays and settings that differ from those of this new server at that step."""
+def check_server(server: Server, files: Files, *, of_same_rules: bool = True) -> None:
+    """Refuse arrays and settings that differ from those of this new server at that step.
+
+    of_same_rules: whether the optimizer and its schedule must be those of the server.
+    """
     center = getattr(server, "center_name", None)  # a robust server wraps a plain one
     server = getattr(server, "plain", server)
     if files.step:  # an optimizer creates its state in its first step
@@ -41,6 +44,8 @@ def check_server(server: Server, files: Files) -> None:
         if center is not None:
             optional[center] = values
         expected |= {name: kind for name, kind in optional.items() if name in theirs}
+    if not of_same_rules:
+        expected = {name: kind for name, kind in expected.items() if not _is_optimizers(name)}
     known = {n for n, kind in theirs.items() if n not in expected and _is_later(n, kind, server)}
     theirs = {name: kind for name, kind in theirs.items() if name not in known}
     _compare(expected, theirs, files, ARRAYS)
@@ -55,7 +60,8 @@ def check_server(server: Server, files: Files) -> None:
         for name, kind in kinds.items():
             if name.startswith(("engine/model.", "engine/result.")) and kind != expected["values"]:
                 raise _unfit(files, f"{name!r} is {_told(kind)}, not {_told(expected['values'])}")
-    _alike(files.data["server"], mine.data, "server", files)
+    if of_same_rules:
+        _alike(files.data["server"], mine.data, "server", files)
 
 
 def check_model(server: Server, files: Files) -> None:
@@ -67,19 +73,24 @@ def check_model(server: Server, files: Files) -> None:
             raise _unfit(files, f"{name!r} in {MODEL} differs from {ARRAYS}")
 
 
-def check_coordinator(policy: Policy, batch: int, files: Files) -> None:
-    """Refuse the state of another policy, and a ledger that contradicts itself."""
+def check_coordinator(policy: Policy | None, batch: int, files: Files) -> None:
+    """Refuse the state of another policy, and a ledger that contradicts itself.
+
+    policy: None if the saved state is of another policy and is not used.
+    """
     saved = files.data["coordinator"]
     if set(saved) != {"policy", "ledger"}:
         raise _unfit(
             files, f"the coordinator's state has the parts {sorted(saved)}, not policy and ledger"
         )
-    coordinator = Coordinator(policy, batch)
+    ledger = Ledger(batch)
     try:
-        coordinator.load(saved)
+        ledger.restore(saved["ledger"])
+        if policy is not None:
+            load_state(copy.deepcopy(policy), saved["policy"])
     except SchemaError as error:
         raise _unfit(files, str(error)) from error
-    if wrong := _contradiction(coordinator.ledger, files.step):
+    if wrong := _contradiction(ledger, files.step):
         raise _unfit(files, f"in its ledger, {wrong}")
 
 
@@ -110,6 +121,10 @@ def _compare(mine: Mapping[str, Kind], theirs: Mapping[str, Kind], files: Files,
         flat = len(shape) and found == (prod(shape),)  # servers of model slices save flat arrays
         if dtype != other or (shape != found and not flat):
             raise _unfit(files, f"{key!r} is {_told(theirs[key])}, not {_told(mine[key])}")
+
+
+def _is_optimizers(name: str) -> bool:
+    return name.startswith("optimizer.")
 
 
 def _is_later(name: str, kind: Kind, server: Server) -> bool:
