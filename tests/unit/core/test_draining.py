@@ -10,6 +10,7 @@ from paceline.core.errors import PolicyError
 from paceline.core.ledger import Ledger
 from paceline.core.protocol import (
     Cancel,
+    Command,
     Draining,
     Finished,
     Joined,
@@ -77,7 +78,7 @@ def test_only_the_ledger_lets_workers_go() -> None:
 
 def test_sync_goes_on_without_it_and_redoes_nothing() -> None:
     coordinator = Coordinator(pl.policies.MinWorkers(3, pl.sync()), batch=6)
-    started = []
+    started: list[Command] = []
     for worker in ("w0", "w1", "w2"):
         started += coordinator.handle(0.0, Joined(worker)).commands
     tasks = [command.task for command in started if isinstance(command, Start)]
