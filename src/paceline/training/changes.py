@@ -12,6 +12,7 @@ from paceline.core.logs import logger_of
 from paceline.core.protocol import Task
 from paceline.core.schema import save_state
 from paceline.learners.base import Learner, Saved, Server
+from paceline.policies.named import written
 from paceline.training.checkpoint import Snapshot
 from paceline.training.checkpoint.kinds import kind_of
 from paceline.training.settings import NOTES, Settings
@@ -94,9 +95,8 @@ def changes_of(
             f"{place} is not of this run: {_refusal(found)}; a decentralized run accepts no "
             "changes, since each node has a state of its own"
         )
-    notes = settings.notes()
     return [
-        Change("policy", theirs.get("written", change.saved), notes["written"])
+        Change("policy", theirs.get("written", change.saved), written(settings.policy))
         if change.name == "policy"
         else change
         for change in found

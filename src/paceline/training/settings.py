@@ -144,8 +144,7 @@ class Settings:
     def notes(self) -> dict[str, Any]:
         """Return what a checkpoint notes besides `about`, and a resumed run need not share."""
         kind = getattr(self.learner, "optimizer_class", None)
-        named = {} if kind is None else {"optimizer_class": kind}
-        return {"written": written(self.policy), **named}
+        return {} if kind is None else {"written": written(self.policy), "optimizer_class": kind}
 
     def about_run(self) -> dict[str, Any]:
         """Describe a run for its journal."""

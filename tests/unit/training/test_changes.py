@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -103,11 +104,12 @@ def test_each_sample_is_used_once_across_the_change(name: str, tmp_path: Path) -
 
 
 def test_the_journal_and_the_summary_say_what_changed(tmp_path: Path) -> None:
-    simulated(pl.k_sync(3), checkpoints=pl.Checkpoints(tmp_path)).fit(steps=6)
-    trainer = simulated(pl.k_sync(2), 3, logistic(6), journal=tmp_path / "run.jsonl")
+    saves, smaller = pl.Checkpoints(tmp_path), replace(network(), batch_size=32)
+    simulated(pl.k_sync(3), learner=network(), checkpoints=saves).fit(steps=6)
+    trainer = simulated(pl.k_sync(2), 3, smaller, journal=tmp_path / "run.jsonl")
     run = trainer.resume(tmp_path, allow={"policy", "batch_size"}).fit(steps=9)
     told = [
-        "another batch_size: 12 -> 6",
+        "another batch_size: 64 -> 32",
         "another policy: k_sync(3) -> k_sync(2)",
         "another number of workers: 4 -> 3",
     ]
