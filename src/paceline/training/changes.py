@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,8 +145,9 @@ def changed_coordinator(
         tasks = [replace(task, work=replace(task.work, tag=None)) for task in ledger.lost.values()]
         if not getattr(settings.policy.placement, "move", True):
             tasks = list(_by_tile(tasks, ledger))
-        ledger.lost = {task.id: task for task in tasks}
-    ledger.lost = {id: _fitting(settings.learner, task) for id, task in ledger.lost.items()}
+        ledger.lost = OrderedDict((task.id, task) for task in tasks)
+    fitting = [(id, _fitting(settings.learner, task)) for id, task in ledger.lost.items()]
+    ledger.lost = OrderedDict(fitting)
     return {"policy": policy, "ledger": save_state(ledger)}
 
 
