@@ -41,6 +41,8 @@ REASONED: dict[tuple[str, str], str] = {
     "the process its thread ends",
     ("cli/launch.py", "processes.wait"): "the user's processes may train for days",
     ("cli/launch.py", "process.poll"): "it only looks",
+    ("cli/supervise.py", "driver.poll"): "it only looks",
+    ("cli/supervise.py", "os.waitpid"): "WNOHANG: it only looks",
     ("cli/doctor.py", WITH_POPEN): "its group has been killed by then",
     ("testing/hosts.py", "with self.popen"): "it has ended, or has been killed",
     ("testing/slow.py", "child.__exit__"): "it has ended, or has been killed",

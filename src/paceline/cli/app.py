@@ -16,6 +16,7 @@ from paceline.cli.plan import plan, simulate
 from paceline.cli.profile import profile
 from paceline.cli.replay import replay
 from paceline.cli.serve import serve
+from paceline.cli.submit import submit
 from paceline.cli.train import train
 
 _EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # their messages say what to do
@@ -55,13 +56,13 @@ def app(debug: bool) -> None:
     """Train one model on unequal, unreliable, far-apart machines.
 
     Exit codes: 0 fine, 1 the run or check failed, 2 wrong usage, 3 not the same (replay),
-    143 ended by SIGTERM (train).
+    143 ended by SIGTERM (train, submit).
     """
 
 
 _ORDER = (
-    *(new, train, launch, serve, profile, plan, simulate, replay, report, compare, export),
-    *(doctor, environment),
+    *(new, train, submit, launch, serve, profile, plan, simulate, replay, report, compare),
+    *(export, doctor, environment),
 )
 for command in _ORDER:
     app.add_command(command)

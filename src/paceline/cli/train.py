@@ -10,14 +10,18 @@ import click
 
 from paceline.cli.scripts import SCRIPT, run_script, watched
 from paceline.cli.show import json_option, print_json, say
+from paceline.training.observers import observing
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--live", is_flag=True, help="Show all workers while it trains.")
+@click.option("--supervised", type=click.Path(path_type=Path), hidden=True)
 @json_option
 @click.argument("script", type=SCRIPT)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def train(script: Path, args: tuple[str, ...], live: bool, as_json: bool) -> None:
+def train(
+    script: Path, args: tuple[str, ...], live: bool, supervised: Path | None, as_json: bool
+) -> None:
     """Run SCRIPT with ARGS, as `python SCRIPT ARGS` would.
 
     The summary of the last run is printed, unless the script asks for one itself. Options go before
@@ -25,6 +29,11 @@ def train(script: Path, args: tuple[str, ...], live: bool, as_json: bool) -> Non
     """
     code: object = 0
     with watched(live) as seen, contextlib.ExitStack() as stack:
+        if supervised is not None:  # by `paceline submit`
+            from paceline.cli.supervise import Supervised, end_with_parent
+
+            end_with_parent()
+            stack.enter_context(observing(Supervised(supervised)))
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from paceline.core.protocol import Prices
 if TYPE_CHECKING:  # these need numpy, and the command line's help does not
     from paceline.engines.base import TrainingEngine
     from paceline.learners.base import Learner
+    from paceline.report.callbacks import Callback
     from paceline.training.run import Run
     from paceline.training.settings import Shown
 
@@ -32,9 +33,13 @@ class Observer:
     """Receives every `fit` of every trainer; override the methods that you need.
 
     progress: how all trainers show their progress; None: each by its own `progress=`.
+    resumes: whether each trainer resumes from its own checkpoints, which it then must have.
+    callbacks: are called in every run, after the trainer's own.
     """
 
     progress: Shown | None = None
+    resumes: bool = False
+    callbacks: Sequence[Callback] = ()
 
     def fitting(self, setup: Setup) -> None:
         """Called before a trainer measures or trains; an exception prevents it."""
@@ -67,3 +72,13 @@ def wished_progress(own: Shown) -> Shown:
     """Return how to show progress: as the newest observer says, or else as the trainer says."""
     wishes = [each.progress for each in _observers if each.progress is not None]
     return wishes[-1] if wishes else own
+
+
+def wish_to_resume() -> bool:
+    """Return whether an observer wants each trainer to resume from its own checkpoints."""
+    return any(each.resumes for each in _observers)
+
+
+def more_callbacks() -> list[Callback]:
+    """Return the callbacks of all observers."""
+    return [callback for each in _observers for callback in each.callbacks]

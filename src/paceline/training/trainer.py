@@ -31,7 +31,14 @@ from paceline.training.compatibility import (
 )
 from paceline.training.decentralized import fit_decentralized
 from paceline.training.fit import Condition, Fit
-from paceline.training.observers import Setup, tell_fitted, tell_fitting, wished_progress
+from paceline.training.observers import (
+    Setup,
+    more_callbacks,
+    tell_fitted,
+    tell_fitting,
+    wish_to_resume,
+    wished_progress,
+)
 from paceline.training.restore import Start, restore
 from paceline.training.run import Run
 from paceline.training.settings import Given, Settings, shown
@@ -255,6 +262,8 @@ class Trainer:
         ends, on = self._ends(epochs, steps, seconds, until), self._given
         setup = Setup(on.learner, on.engine, on.prices, on.seed)
         tell_fitting(setup)
+        if wish_to_resume():
+            self._resume_own()
         try:
             run = self._fit(ends, until)
         except Terminated as end:
@@ -265,7 +274,7 @@ class Trainer:
 
     def _fit(self, ends: dict[str, float], until: Condition | None) -> Run:
         settings, on = self._settled(), self._given
-        callbacks = shown(wished_progress(on.progress), on.callbacks)
+        callbacks = [*shown(wished_progress(on.progress), on.callbacks), *more_callbacks()]
         if isinstance(settings.policy, Gossip):
             return fit_decentralized(
                 settings, settings.policy, ends, until, callbacks, self._start.nodes
@@ -299,6 +308,16 @@ class Trainer:
         settings = self._settled()
         self._start = restore(settings, path, missing_ok, allow) or self._start
         return self
+
+    def _resume_own(self) -> None:
+        """Resume from the trainer's own checkpoints, unless it has trained or resumed already."""
+        if (saves := self._given.checkpoints) is None:
+            raise ValueError(
+                "this Trainer has no checkpoints, so a new driver could not continue its run; give "
+                "Trainer(…, checkpoints=pl.Checkpoints(folder, every=…)), or use `paceline train`"
+            )
+        if self._start.snapshot is None:
+            self.resume(saves, missing_ok=True)
 
     # --- the parts of fit ------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ def test_it_is_a_module_too() -> None:
 def test_every_command_has_help() -> None:
     told = CliRunner().invoke(app, ["--help"]).output
     assert list(app.commands) == [
-        *("new", "train", "launch", "serve", "profile", "plan", "simulate", "replay", "report"),
-        "compare",
+        *("new", "train", "submit", "launch", "serve", "profile", "plan", "simulate", "replay"),
+        *("report", "compare"),
         *("export", "doctor", "env"),
     ]
     for name in app.commands:
