@@ -59,8 +59,8 @@ class Policy(ABC):
 
     # --- requirements ----------------------------------------------------------------------------
 
-    def check(self, workers: int, batch: int) -> None:
-        """Raise ValueError if the policy cannot work with this many workers and this batch."""
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
+        """Raise ValueError if the policy cannot work with these workers and this batch."""
         return None
 
     def check_prices(self, prices: Prices, message_bytes: int) -> None:
@@ -138,7 +138,7 @@ class Wrapper(Policy):
     def wants(self) -> frozenset[Want]:
         return self.inner.wants
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
         self.inner.check(workers, batch)
 
     def check_prices(self, prices: Prices, message_bytes: int) -> None:

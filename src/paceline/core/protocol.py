@@ -45,6 +45,23 @@ def worker_names(workers: int) -> tuple[WorkerId, ...]:
     return tuple(f"w{i}" for i in range(workers))
 
 
+def some_names(workers: Sequence[WorkerId]) -> str:
+    """Return the names of workers for a message, with numbers in a row as one range.
+
+    >>> some_names(["a100-0", "a100-1", "a100-2", "cpu-4"])
+    'a100-0 to a100-2, cpu-4'
+    """
+    runs: list[list[WorkerId]] = []
+    for name in workers:
+        stem = name.rstrip("0123456789")
+        if runs and stem != name and f"{stem}{int(name[len(stem) :]) - 1}" == runs[-1][-1]:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    told = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return ", ".join(told[:8]) + (", …" if len(told) > 8 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A computation, without its worker, its time, and its model version.

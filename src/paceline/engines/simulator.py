@@ -41,6 +41,7 @@ from paceline.core.protocol import (
     TaskId,
     TimerFired,
     WorkerId,
+    some_names,
     worker_names,
 )
 from paceline.core.state import decode, encode
@@ -104,6 +105,7 @@ class Simulator:
     link: the workers' connections; one for all or one for each.
     update: seconds a step takes on the server.
     schedule: departures and arrivals, as pairs (seconds, Left("w3") | Joined("w3")).
+    names: the names of the workers in order, as those of a fleet; by default w0, w1, …
     interruptible: whether cancelled work ends at once. Otherwise it blocks its worker until it is
         done, as on Ray with a learner without micro-batches.
     """
@@ -118,11 +120,17 @@ class Simulator:
         update: float = 0.0,
         schedule: Sequence[tuple[float, Joined | Left]] = (),
         interruptible: bool = True,
+        names: Sequence[WorkerId] | None = None,
     ) -> None:
         check_whole("workers", workers)
+        if names is not None and len({*names}) != workers:
+            raise ValueError(
+                f"names={names!r}: give {workers} different names, one for each worker"
+            )
         if update < 0 or (unit is not None and unit <= 0):
             raise ValueError(f"update={update}, unit={unit}: use update >= 0 and unit > 0")
         self.size = workers
+        self._names = worker_names(workers) if names is None else tuple(names)
         if not isinstance(delays, Delay | PerWorker):
             delays = PerWorker(delays)  # once, and not for each worker
         self._delays, self._link = delays, link
@@ -141,7 +149,7 @@ class Simulator:
             joins = isinstance(event, Joined)
             if event.worker not in present:
                 raise ValueError(
-                    f"schedule names {event.worker}; the workers are w0 to w{self.size - 1}"
+                    f"schedule names {event.worker}; the workers are {some_names(self.workers)}"
                 )
             if present[event.worker] is joins:
                 state = "already connected" if joins else "already gone"
@@ -205,7 +213,7 @@ class Simulator:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        return worker_names(self.size)
+        return self._names
 
     @property
     def is_exact(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -24,6 +24,7 @@ from paceline.core.protocol import (
     Want,
     Work,
     WorkerId,
+    some_names,
 )
 from paceline.core.schema import Schema
 from paceline.gossip.graphs import Graph
@@ -116,18 +117,17 @@ class Gossip(Policy):
     def wants(self) -> frozenset[Want]:
         return frozenset({"rate", *(("each", figure) for figure in self.trigger.wants)})
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
         """Refuse a graph of other nodes than the workers, and a batch too small to share."""
-        names = {f"w{i}" for i in range(workers)}
-        if set(self.graph.nodes) != names:
+        n = len(workers)
+        if set(self.graph.nodes) != set(workers):
             raise ValueError(
-                f"the graph has {len(self.graph.nodes)} nodes and the engine {workers} workers, "
-                f"w0 to w{workers - 1}; use equal numbers, or name the nodes by graph.named(…)"
+                f"the graph has {len(self.graph.nodes)} nodes and the engine {n} workers, "
+                f"{some_names(workers)}; use equal numbers, or name the nodes by graph.named(…)"
             )
-        if batch < workers:
+        if batch < n:
             raise ValueError(
-                f"batch_size={batch} cannot be shared among {workers} nodes; use batch_size >= "
-                f"{workers}"
+                f"batch_size={batch} cannot be shared among {n} nodes; use batch_size >= {n}"
             )
 
     def react(self, view: View, event: Event) -> Iterator[Command]:

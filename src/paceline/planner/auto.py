@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -25,6 +25,7 @@ from paceline.core.protocol import (
     View,
     Want,
     WorkerId,
+    some_names,
 )
 from paceline.core.schema import converted
 from paceline.core.state import describe
@@ -124,13 +125,18 @@ class Auto(Policy):
     def findings(self) -> Findings:
         return Findings(changes=self.changes)
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
         """Refuse an engine or a learner that does not match the profile."""
-        if (workers, batch) != (self.profile.size, self.profile.batch_size):
+        if (len(workers), batch) != (self.profile.size, self.profile.batch_size):
             raise ValueError(
                 f"the profile is of {self.profile.size} workers and "
-                f"batch_size={self.profile.batch_size}, but this run has {workers} workers and "
-                f"batch_size={batch}; profile this run"
+                f"batch_size={self.profile.batch_size}, but this run has {len(workers)} workers "
+                f"and batch_size={batch}; profile this run"
+            )
+        if unknown := [name for name in workers if name not in self.profile.workers]:
+            raise ValueError(
+                f"the profile does not name {some_names(unknown)}, which this run has; profile "
+                "this run"
             )
 
     def react(self, view: View, event: Event) -> Iterator[Command]:

@@ -173,7 +173,7 @@ def _coded(profile: Profile, seed: int) -> Candidate | None:
 
 def _works(policy: Policy, profile: Profile) -> bool:
     try:
-        policy.check(profile.size, profile.batch_size)
+        policy.check([*profile.workers], profile.batch_size)
     except ValueError:  # a share of the batch would be below one sample
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -83,13 +83,14 @@ class Coded(Policy):
     def works(self) -> tuple[Work]:
         return (Work(parts={0: 1.0}),)
 
-    def check(self, workers: int, batch: int) -> None:
-        """Raise ValueError if the code does not fit this many workers and this batch."""
-        code = self.code(workers) if callable(self.code) else self.code
-        if code.n != workers:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
+        """Raise ValueError if the code does not fit these workers and this batch."""
+        n = len(workers)
+        code = self.code(n) if callable(self.code) else self.code
+        if code.n != n:
             raise ValueError(
-                f"the code has {code.n} rows and this engine {workers} workers; make it for "
-                f"{workers}, or give Coded a function that makes one for any number"
+                f"the code has {code.n} rows and this engine {n} workers; make it for "
+                f"{n}, or give Coded a function that makes one for any number"
             )
         if batch < code.parts:
             raise ValueError(
@@ -98,7 +99,7 @@ class Coded(Policy):
         if not code.exact and self.wait is None:
             raise ValueError(
                 "an approximate code decodes from any number of answers; set how many to wait "
-                f"for: Coded(code, wait={workers - code.stragglers})"
+                f"for: Coded(code, wait={n - code.stragglers})"
             )
         if self.verify and (not code.exact or self.wait is not None):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.checks import check_seconds
@@ -63,10 +63,10 @@ class Deadline(Policy):
                 "leave BySpeed() out, or give Placed(…)"
             )
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
         """Raise ValueError if the placement cannot work with these workers and this batch."""
         if self.placement is not None:
-            self.placement.check(workers, [batch / workers] * workers)
+            self.placement.check(workers, [batch / len(workers)] * len(workers))
 
     @property
     def work(self) -> Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil, inf
@@ -183,18 +183,19 @@ class Gather(Policy):
         chooser = frozenset[Want]() if self.k is None or isinstance(self.k, int) else self.k.wants
         return chooser | self.select.wants
 
-    def check(self, workers: int, batch: int) -> None:
-        """Raise ValueError if the policy cannot work with this many workers and this batch."""
-        k = workers if self.k is None else self.k if isinstance(self.k, int) else self.k.most
-        if k > workers and not self.refill and not isinstance(self.select, Allocate):
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
+        """Raise ValueError if the policy cannot work with these workers and this batch."""
+        n = len(workers)
+        k = n if self.k is None else self.k if isinstance(self.k, int) else self.k.most
+        if k > n and not self.refill and not isinstance(self.select, Allocate):
             raise ValueError(
-                f"k={k} exceeds the {workers} workers of this engine; use k <= {workers}, "
+                f"k={k} exceeds the {n} workers of this engine; use k <= {n}, "
                 "or refill=True (rennala) to let quick workers deliver several results"
             )
-        if k + self.hedge > workers and not self.refill and self.hedge:
+        if k + self.hedge > n and not self.refill and self.hedge:
             raise ValueError(
-                f"k={k} and hedge={self.hedge} are {k + self.hedge} tasks for {workers} workers; "
-                f"use hedge <= {workers - k}, or k_sync({k}) to give every worker a task"
+                f"k={k} and hedge={self.hedge} are {k + self.hedge} tasks for {n} workers; "
+                f"use hedge <= {n - k}, or k_sync({k}) to give every worker a task"
             )
         if isinstance(self.work, Work) and self.work.samples is None and k > batch:
             raise ValueError(

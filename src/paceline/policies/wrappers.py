@@ -20,6 +20,7 @@ from paceline.core.protocol import (
     TimerFired,
     View,
     WorkerId,
+    some_names,
 )
 from paceline.core.schema import Schema
 
@@ -92,15 +93,15 @@ class OnlyWorkers(Wrapper):
         if not self.workers or len(set(self.workers)) < len(self.workers):
             raise ValueError(f"workers={self.workers}: name at least one, and each of them once")
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[WorkerId], batch: int) -> None:
         """Raise ValueError for unknown workers, or if the inner policy cannot use the chosen."""
-        there = {f"w{i}" for i in range(workers)}
+        there = set(workers)
         if missing := [worker for worker in self.workers if worker not in there]:
             raise ValueError(
-                f"OnlyWorkers names {', '.join(missing)}; this engine has the {workers} workers "
-                f"w0 to w{workers - 1}"
+                f"OnlyWorkers names {', '.join(missing)}; this engine has the {len(workers)} "
+                f"workers {some_names(workers)}"
             )
-        super().check(len(self.workers), batch)
+        super().check(self.workers, batch)
 
     def results_per_step(self, workers: int) -> int:
         return super().results_per_step(len(self.workers))

@@ -5,17 +5,17 @@ A combination that cannot work raises before anything starts; the error says wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import logger_of
 from paceline.core.policy import Policy
-from paceline.core.protocol import Prices
+from paceline.core.protocol import Prices, WorkerId, some_names
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Learner
 from paceline.learners.robust import Robust
 from paceline.policies.named import written
-from paceline.policies.placement.base import Placement
+from paceline.policies.placement.base import BySpeed, Placement, check_known
 from paceline.policies.placement.tiles import Placed
 
 if TYPE_CHECKING:  # needs torch
@@ -48,23 +48,25 @@ def _is_plan(given: object) -> bool:
     return isinstance(given, Plan)
 
 
-def check_policy(policy: Policy, learner: Learner, workers: int) -> None:
-    """Refuse a policy that this learner, or this many workers, cannot serve."""
+def check_policy(policy: Policy, learner: Learner, workers: Sequence[WorkerId]) -> None:
+    """Refuse a policy that this learner, or these workers, cannot serve."""
     policy.check(workers, learner.batch_size)
     for work in policy.works():
         learner.check(work)
 
 
-def with_placement(policy: Policy, placement: object, workers: int) -> Policy:
-    """Return the policy with its tasks sized and placed for this many workers."""
+def with_placement(policy: Policy, placement: object, workers: Sequence[WorkerId]) -> Policy:
+    """Return the policy with its tasks sized and placed for these workers."""
+    if isinstance(placement, BySpeed | Placed):
+        check_known(placement.max_samples, workers)
     if isinstance(placement, Placed):
-        if placement.move and placement.tiles.parts < 4 * workers:
+        if placement.move and placement.tiles.parts < 4 * len(workers):
             logger.warning(
                 "%d data shards (tiles) are too few for %d workers if shards move: use about 16 "
                 "for each worker, or Placed(…, move=False) to size tasks by speed",
-                placement.tiles.parts, workers,
+                placement.tiles.parts, len(workers),
             )  # fmt: skip
-        placement = placement.for_workers([f"w{i}" for i in range(workers)])
+        placement = placement.for_workers(workers)
     return policy.placed(placement)
 
 
@@ -124,16 +126,18 @@ def tiles_of(placement: object, learner: Learner) -> Partition | None:
     return tiles
 
 
-def check_prices(prices: Prices, policy: Policy, learner: Learner, workers: int) -> None:
+def check_prices(
+    prices: Prices, policy: Policy, learner: Learner, workers: Sequence[WorkerId]
+) -> None:
     """Refuse prices that leave out a worker, and policies that need other prices."""
     policy.check_prices(prices, learner.message_bytes)
     for name in ("per_hour", "per_gigabyte"):
         given = getattr(prices, name)
         if not isinstance(given, Mapping):
             continue
-        if missing := [f"w{i}" for i in range(workers) if f"w{i}" not in given]:
-            told = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+        if missing := [worker for worker in workers if worker not in given]:
             raise ValueError(
-                f"prices: {name} names no price for {told}; this engine has the {workers} workers "
-                f"w0 to w{workers - 1}: name each of them, or give one number for all"
+                f"prices: {name} names no price for {some_names(missing)}; this engine has the "
+                f"{len(workers)} workers {some_names(workers)}: name each of them, or give one "
+                "number for all"
             )

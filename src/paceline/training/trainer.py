@@ -163,10 +163,10 @@ class Trainer:
                 all_join=on.min_workers in (None, engine.size),
             )
         elif given is not None:
-            policy = with_placement(policy, given, engine.size)
+            policy = with_placement(policy, given, engine.workers)
         settings = Settings(on, policy, codec, tiles_of(given, learner), found)
-        check_policy(policy, learner, engine.size)
-        check_prices(on.prices, policy, learner, engine.size)
+        check_policy(policy, learner, engine.workers)
+        check_prices(on.prices, policy, learner, engine.workers)
         check_not_finite(on.on_not_finite, on.skip_limit, policy)
         if any(callback.scales_lr for callback in on.callbacks):
             check_scaling(policy, learner, codec)

@@ -35,7 +35,7 @@ class Peculiar(Policy):
     def react(self, view: View, event: Event) -> Iterator[Command]:
         yield Stop("peculiar")
 
-    def check(self, workers: int, batch: int) -> None:
+    def check(self, workers: Sequence[str], batch: int) -> None:
         self.checked.append((workers, batch))
 
     def check_prices(self, prices: Prices, message_bytes: int) -> None:
@@ -66,7 +66,7 @@ def test_a_policy_that_does_not_react_is_none() -> None:
 
 def test_all_but_react_has_a_default() -> None:
     plain = Plain()
-    plain.check(3, 1)
+    plain.check(["w0"], 1)
     plain.check_prices(Prices(), 0)
     assert (plain.wants, plain.works(), plain.results_per_step(5)) == (frozenset(), (), 5)
     assert not plain.decentralized and not plain.needs_exact_results
@@ -88,9 +88,9 @@ def test_a_wrapper_passes_every_question_on() -> None:
     assert wrapper.works() == [Work(steps=7)]
     assert wrapper.results_per_step(4) == 5
     assert wrapper.findings() == Findings(3, ["a change"])
-    wrapper.check(4, 16)
+    wrapper.check(["w0", "w1"], 16)
     wrapper.check_prices(Prices(per_hour=1.0), 8)
-    assert inner.checked == [(4, 16), (Prices(per_hour=1.0), 8)]
+    assert inner.checked == [(["w0", "w1"], 16), (Prices(per_hour=1.0), 8)]
     (entry,) = transcript(wrapper, [(0.0, Joined("w0"))])
     assert entry.commands == (Stop("peculiar"),)
 

@@ -519,3 +519,17 @@ def test_time_and_version_go_on_from_where_a_job_begins() -> None:
     assert engine.next_event() == (11.0, MAIN, Finished(0, 1, 1.0))
     execute(engine, Step({0: 1.0}))
     assert engine.next_event() == (11.0, MAIN, Stepped(5))
+
+
+def test_workers_have_the_names_that_are_given() -> None:
+    names = ["a100-0", "cpu-0", "cpu-1"]
+    engine = pl.Simulator(3, {"a100-0": pl.delays.Fixed(1.0), "cpu-0": pl.delays.Fixed(4.0),
+                              "cpu-1": pl.delays.Fixed(4.0)}, names=names)  # fmt: skip
+    learner = pl.learners.TimingOnly(12)
+    policy = pl.policies.OnlyWorkers(["cpu-1", "a100-0"], pl.sync())
+    run = pl.Trainer(learner, policy, engine, progress=False).fit(steps=3)
+    assert {w for w, each in run.meter.workers.items() if each.samples} == {"cpu-1", "a100-0"}
+    with pytest.raises(ValueError, match="this engine has the 3 workers a100-0, cpu-0 to cpu-1"):
+        pl.Trainer(learner, pl.policies.OnlyWorkers(["w0"], pl.sync()), engine, progress=False)
+    with pytest.raises(ValueError, match="give 2 different names, one for each worker"):
+        pl.Simulator(2, names=["a", "a"])

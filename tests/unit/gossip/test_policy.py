@@ -24,6 +24,7 @@ from paceline.core.protocol import (
     Start,
     Step,
     Stepped,
+    worker_names,
 )
 from paceline.core.schema import save_state
 from paceline.core.state import describe
@@ -215,8 +216,8 @@ def test_shares_add_up_to_the_batch() -> None:
 def test_what_cannot_be_is_refused() -> None:
     policy = pl.gossip.Gossip(pl.gossip.ring(4))
     with pytest.raises(ValueError, match="has 4 nodes and the engine 5 workers, w0 to w4"):
-        policy.check(5, 100)
+        policy.check(worker_names(5), 100)
     with pytest.raises(ValueError, match="batch_size=3 cannot be shared among 4 nodes"):
-        policy.check(4, 3)
+        policy.check(worker_names(4), 3)
     with pytest.raises(ValueError, match="local_steps=0"):
         pl.gossip.Gossip(pl.gossip.ring(4), local_steps=0)

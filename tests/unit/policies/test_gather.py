@@ -28,6 +28,7 @@ from paceline.core.protocol import (
     Want,
     Work,
     WorkerId,
+    worker_names,
 )
 from paceline.core.state import describe
 from paceline.policies.gather import mean
@@ -379,8 +380,8 @@ def test_more_results_than_workers_are_refused() -> None:
         "k=12 exceeds the 8 workers of this engine; use k <= 8, "
         "or refill=True (rennala) to let quick workers deliver several results"
     )
-    pl.k_sync(8).check(8, 64)
-    pl.rennala(12).check(8, 64)
+    pl.k_sync(8).check(worker_names(8), 64)
+    pl.rennala(12).check(worker_names(8), 64)
 
 
 @pytest.mark.parametrize(
@@ -389,12 +390,12 @@ def test_more_results_than_workers_are_refused() -> None:
 def test_a_batch_smaller_than_its_shares_is_refused(policy: pl.policies.Gather) -> None:
     told = "batch_size=7 cannot be shared among k=8 results; use batch_size >= 8"
     assert refusal(policy, 8, 7) == told
-    policy.check(8, 8)
+    policy.check(worker_names(8), 8)
 
 
 def test_work_with_its_own_samples_needs_no_batch_to_share() -> None:
-    pl.policies.Gather(8, work=Work(samples=1)).check(8, 1)
-    pl.policies.Gather(8, work=lambda view, worker: Work(samples=1)).check(8, 1)
+    pl.policies.Gather(8, work=Work(samples=1)).check(worker_names(8), 1)
+    pl.policies.Gather(8, work=lambda view, worker: Work(samples=1)).check(worker_names(8), 1)
 
 
 def test_redo_is_a_command_of_the_protocol() -> None:

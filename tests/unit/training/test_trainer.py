@@ -911,7 +911,7 @@ def test_a_worker_without_a_price_is_told_before_anything_is_started(name: str) 
     with pytest.raises(ValueError, match=told):
         trainer(prices=prices("w0", "w2", "w5"))
     trainer(prices=prices(*(f"w{i}" for i in range(9))))  # more are no harm
-    with pytest.raises(ValueError, match=r"for w0, w1, w2, w3, w4, w5, w6, w7, …; this engine has"):
+    with pytest.raises(ValueError, match=r"for w0 to w9; this engine has the 10 workers"):
         trainer(prices=prices(), engine=pl.Simulator(10))
 
 

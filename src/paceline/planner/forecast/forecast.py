@@ -249,7 +249,7 @@ def _watched(case: Case, modes: Modes, seed: int) -> Outcome:
     """Run a policy that uses statistics on the fitted quadratic, at the measured curvature only."""
     policy, profile = case.policy, case.profile
     learner = Fitted(modes, case.learning_rate, profile.batch_size, profile.message_bytes)
-    policy.check(profile.size, profile.batch_size)
+    policy.check([*profile.workers], profile.batch_size)
     header = Header("", learner.batch_size, None, None, learner.message_bytes, profile.prices)
     meter, engine = Meter.begin(header), profile.engine(seed)
     held = Until(MinWorkers(engine.size, policy), case.max_steps)

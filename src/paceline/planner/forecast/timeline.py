@@ -48,7 +48,7 @@ class Timeline:
                 f"this policy adapts to {wants} of the steps, so its time cannot be simulated "
                 "without gradients; use a fixed k"
             )
-        policy.check(profile.size, profile.batch_size)
+        policy.check([*profile.workers], profile.batch_size)
         self._batch, self._size = profile.batch_size, profile.size
         self._sent = round(profile.message_bytes * shrunk) if shrunk < 1 else None
         self.reads: list[Reads] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.protocol import Prices, WorkerId, worker_names
+from paceline.core.protocol import Prices, WorkerId
 from paceline.core.state import decode, encode
 from paceline.delays import compound, models
 from paceline.delays.links import Link
@@ -130,12 +130,8 @@ class Profile:
     """Its name and settings, and under "outer" those of the outer optimizer; None: SGD."""
 
     def __post_init__(self) -> None:
-        names = [*worker_names(len(self.workers))]
-        if not names or list(self.workers) != names:
-            raise ValueError(
-                f"workers are {', '.join(self.workers) or 'missing'}; a profile names them w0, w1, "
-                "and so on, in this order, as engines do"
-            )
+        if not self.workers:
+            raise ValueError("workers are missing; a profile names those of its engine, in order")
         if self.batch_size < 1 or self.message_bytes < 0:
             raise ValueError(
                 f"batch_size={self.batch_size}, message_bytes={self.message_bytes}: use a batch "
@@ -178,7 +174,14 @@ class Profile:
         rng = np.random.Generator(np.random.PCG64([seed, 1]))
         delays = [_turned(worker.compute, rng) for worker in self.workers.values()]
         links = [replace(w.link, up=w.link.up / shrunk) for w in self.workers.values()]
-        return Simulator(self.size, delays, links, unit=1, interruptible=self.interruptible)
+        return Simulator(
+            self.size,
+            delays,
+            links,
+            unit=1,
+            interruptible=self.interruptible,
+            names=[*self.workers],
+        )
 
     def to_json(self) -> str:
         """Return the profile as JSON text."""

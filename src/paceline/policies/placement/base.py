@@ -21,6 +21,7 @@ from paceline.core.protocol import (
     View,
     Work,
     WorkerId,
+    some_names,
 )
 from paceline.core.schema import Schema
 from paceline.data.partition.base import Partition
@@ -39,8 +40,8 @@ class Placement(Protocol):
     def tiles(self) -> Partition | None:
         """The partition of the data into tiles (data shards); None: workers use all data."""
 
-    def check(self, workers: int, samples: Sequence[float]) -> None:
-        """Raise ValueError if the placement cannot work with this many workers.
+    def check(self, workers: Sequence[WorkerId], samples: Sequence[float]) -> None:
+        """Raise ValueError if the placement cannot work with these workers.
 
         samples: the size of each result of a step, if all workers are equally fast.
         """
@@ -151,23 +152,25 @@ def sized(
     return dict(zip(workers, alone, strict=True))
 
 
-def check_most(max_samples: Most, workers: int, samples: Sequence[float]) -> None:
-    """Raise ValueError for limits of unknown workers, and for limits too small for a step."""
-    names = [f"w{i}" for i in range(workers)]
-    if isinstance(max_samples, Mapping) and (
-        unknown := [name for name in max_samples if name not in names]
-    ):
+def check_known(max_samples: Most, workers: Sequence[WorkerId]) -> None:
+    """Raise ValueError for limits of workers that the engine does not have."""
+    there, given = set(workers), max_samples if isinstance(max_samples, Mapping) else {}
+    if unknown := [name for name in given if name not in there]:
         raise ValueError(
-            f"max_samples names {', '.join(unknown)}; this engine has the workers w0 to "
-            f"w{workers - 1}"
+            f"max_samples names {', '.join(unknown)}; this engine has the workers "
+            f"{some_names(workers)}"
         )
-    given = limits(max_samples, names)
+
+
+def check_most(max_samples: Most, workers: Sequence[WorkerId], samples: Sequence[float]) -> None:
+    """Raise ValueError for limits that are too small for a step of these workers."""
+    given = limits(max_samples, workers)
     if given is None:
         return
     if min(given) < 1:
         raise ValueError(f"max_samples={max_samples}: every worker needs at least 1 sample")
     # The worst case: workers with the smallest limits, repeated if results exceed workers.
-    least = [*sorted(given)[: len(samples)], *[min(given)] * (len(samples) - workers)]
+    least = [*sorted(given)[: len(samples)], *[min(given)] * (len(samples) - len(workers))]
     if sum(least) < sum(samples):
         raise ValueError(
             f"max_samples={max_samples}: {len(samples)} results within these limits may have "
@@ -205,7 +208,7 @@ class BySpeed:
     def tiles(self) -> None:
         return None
 
-    def check(self, workers: int, samples: Sequence[float]) -> None:
+    def check(self, workers: Sequence[WorkerId], samples: Sequence[float]) -> None:
         check_most(self.max_samples, workers, samples)
 
     def learn(self, view: View, news: Event | Cancel) -> None:

@@ -107,20 +107,20 @@ class Placed:
         owners = {w: [tile for tile, owner in even.items() if owner == w] for w in workers}
         return replace(self, owners=owners)
 
-    def check(self, workers: int, samples: Sequence[float]) -> None:
+    def check(self, workers: Sequence[WorkerId], samples: Sequence[float]) -> None:
         check_most(self.max_samples, workers, samples)
-        if self.tiles.parts < workers:
+        if self.tiles.parts < len(workers):
             raise ValueError(
-                f"{self.tiles.parts} data shards (tiles) for {workers} workers: each worker needs "
-                "at least one; use more shards" + (", say 16 for each worker" if self.move else "")
+                f"{self.tiles.parts} data shards (tiles) for {len(workers)} workers: each worker "
+                "needs at least one; use more shards"
+                + (", say 16 for each worker" if self.move else "")
             )
-        if not self.move and self.owners is not None:
-            names = [f"w{i}" for i in range(workers)]
-            if without := [name for name in names if not self.owners.get(name)]:
-                raise ValueError(
-                    f"owners= gives no data shard to {', '.join(without)}; each worker needs at "
-                    "least one"
-                )
+        owners = None if self.move else self.owners
+        if owners is not None and (without := [w for w in workers if not owners.get(w)]):
+            raise ValueError(
+                f"owners= gives no data shard to {', '.join(without)}; each worker needs at least "
+                "one"
+            )
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         self._pace.learn(view, news)

@@ -197,8 +197,8 @@ def test_numbers_of_numpy_are_saved() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="a profile names them w0, w1"):
-        pl.planner.Profile({"w1": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 8)
+    with pytest.raises(ValueError, match="a profile names those of its engine"):
+        pl.planner.Profile({}, 8)
     with pytest.raises(ValueError, match="use a batch >= 1"):
         pl.planner.Profile({"w0": pl.planner.WorkerProfile(pl.delays.Fixed(1.0))}, 0)
     with pytest.raises(ValueError, match="give as floor= the loss of the best model"):
