@@ -25,7 +25,8 @@ def say(**things: Any) -> None:
 
 def exactly_once(run: pl.Run) -> None:
     """Raise if the journal does not replay, or if a sample is missing or used twice."""
-    assert pl.replay(run.driven_policy, run.journal) == run.journal, "the journal does not replay"
+    again = pl.protocol.replay(run.driven_policy, run.journal)
+    assert again == run.journal, "the journal does not replay"
     place = 0
     for stretch in run.samples():
         assert stretch.offset == place, f"sample {place} is missing or doubled"

@@ -6,10 +6,10 @@ from . import planner as planner
 from . import policies as policies
 from . import protocol as protocol
 from .core import errors as errors
-from .core.coordinator import replay as replay
 from .core.journal import Journal as Journal
 from .core.protocol import Prices as Prices
 from .data import partition as partition
+from .engines.kinds import Kind as Kind
 from .engines.ray.engine import Ray as Ray
 from .engines.simulator import Simulator as Simulator
 from .integrations import trackers as trackers

@@ -1,6 +1,6 @@
 """The public names for writing a policy: its contract, its view, events and commands."""
 
-from paceline.core.coordinator import Coordinator
+from paceline.core.coordinator import Coordinator, replay
 from paceline.core.policy import Findings, Policy, Wrapper
 from paceline.core.protocol import (
     Assign,
@@ -80,4 +80,5 @@ __all__ = [
     "Work",
     "WorkerId",
     "Wrapper",
+    "replay",
 ]

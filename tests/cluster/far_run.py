@@ -52,7 +52,7 @@ def main() -> None:
         "steps": run.steps,
         "bits": torch.equal(flat(run.model), flat(whole.model)),
         "servers": len(servers),
-        "replays": pl.replay(run.driven_policy, run.journal) == run.journal,
+        "replays": pl.protocol.replay(run.driven_policy, run.journal) == run.journal,
         "seconds": np.diff(run.metrics["seconds"]).round(3).tolist(),
     }
     print(json.dumps(found), flush=True)

@@ -74,4 +74,4 @@ def test_two_killed_workers_change_nothing(engine: pl.Ray) -> None:
     assert run.metrics["samples"].tolist() == [48] * 50
     assert (flat(run.model) - flat(expected.model)).abs().max() < 1e-5
     assert run.metrics["loss"][-5:].mean() < run.metrics["loss"][:5].mean() - 0.05
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal

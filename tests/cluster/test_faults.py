@@ -73,7 +73,7 @@ def test_a_worker_killed_in_mid_step_costs_no_step_and_no_sample(
     run = trainer.fit(steps=14)
     assert run.steps == 14
     assert Left("w1") in lives(run)
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     place = 0
     for stretch in run.samples():  # every sample once: used, or listed with its fate
         assert stretch.offset == place

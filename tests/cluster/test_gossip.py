@@ -75,7 +75,7 @@ def test_a_killed_and_a_throttled_node_slow_nobody() -> None:
         assert not any(event.sender == "w2" for event in news[5:])
     assert run.metrics["loss"][-100:].mean() < 0.25 * run.metrics["loss"][:8].mean()
     for journal in run.journals.values():
-        assert pl.replay(run.driven_policy, journal) == journal
+        assert pl.protocol.replay(run.driven_policy, journal) == journal
     models = [flat(run.models[w]) for w in others]
     mean = torch.stack(models).mean(dim=0)
     assert max(float(torch.dist(m, mean)) for m in models) < 0.5 * float(mean.norm())

@@ -62,7 +62,7 @@ def test_a_killed_node_joins_again() -> None:
         heard = [e.event for e in mine[back:] if isinstance(e.event, Received)]
         assert sum(event.sender == "w2" for event in heard) > 10
     for journal in run.journals.values():
-        assert pl.replay(run.driven_policy, journal) == journal
+        assert pl.protocol.replay(run.driven_policy, journal) == journal
     alone = pl.Trainer(learner, policy, pl.Simulator(4), progress=False).fit(steps=run.steps // 4)
     assert run.metrics["loss"][-40:].mean() < 0.1 * run.metrics["loss"][:4].mean()
     assert run.metrics["loss"][-40:].mean() < 3 * alone.metrics["loss"][-40:].mean() + 0.01

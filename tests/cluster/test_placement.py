@@ -56,7 +56,7 @@ def test_shares_follow_real_speeds_while_they_change(ray_workers: pl.Ray) -> Non
         for other in {"w1", "w2", "w0", "w3"} - {worker}:
             its = np.median([given[version][worker] for version in versions])
             assert its < 0.6 * np.median([given[version][other] for version in versions])
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     # The steps are those of equal shares, whoever computed what.
     same = pl.Trainer(make_learner(), pl.sync(), pl.Simulator(4), progress=False).fit(steps=50)
     assert torch.allclose(flat(run.model), flat(same.model), atol=1e-5)
@@ -82,7 +82,7 @@ def test_tiles_of_a_killed_worker_go_on_where_they_were(ray_workers: pl.Ray) -> 
     assert fates == {"used", "unfinished"} and len(places) == 16
     assert run.meter.represented() == pytest.approx(np.ones(16), abs=0.1)
     assert run.policy.placement.moved > 0  # type: ignore[attr-defined]
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 @pytest.mark.timing

@@ -74,7 +74,7 @@ def train(
     run = pl.Trainer(learner, policy, engine, progress=False, callbacks=callbacks).fit(steps=steps)
     assert run.steps == steps
     assert not [entry for entry in run.journal if isinstance(entry.event, Left)]
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     return run
 
 

@@ -66,7 +66,7 @@ def test_steps_in_slices_are_the_steps_of_the_whole(ray_servers: pl.Ray, name: s
     whole = simulated(LEARNERS[name](), 12)
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     assert run.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 @pytest.mark.parametrize("servers", ["driver", 3])
@@ -87,7 +87,7 @@ def test_a_plateau_scales_the_learning_rate_of_servers(ray_servers: pl.Ray, serv
             assert torch.allclose(flat(found.model), flat(whole.model), rtol=1e-6, atol=1e-6)
             plain = simulated(LEARNERS[name](), 12)
             assert not torch.allclose(flat(found.model), flat(plain.model), rtol=1e-4, atol=1e-4)
-            assert pl.replay(found.driven_policy, found.journal) == found.journal
+            assert pl.protocol.replay(found.driven_policy, found.journal) == found.journal
     finally:
         ray_servers.servers = before
 
@@ -193,7 +193,7 @@ def test_servers_killed_in_mid_step_change_nothing(
     assert torch.allclose(flat(run.model), flat(whole.model), rtol=1e-6, atol=1e-6)
     if name == "momentum":  # a norm's sum over slices rounds otherwise than that of the whole
         assert torch.equal(flat(run.model), flat(whole.model))
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     assert (Left("w2") in lives(run)) == ("w2" in victims)
     assert {stretch.fate for stretch in run.samples()} <= {"used", "unfinished"}
 
@@ -231,7 +231,7 @@ def test_under_every_policy_a_killed_server_costs_no_step(
     )
     run = trainer.fit(steps=10)
     assert run.steps == 10
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_a_paused_server_is_given_up_after_the_timeout() -> None:

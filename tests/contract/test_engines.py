@@ -89,7 +89,7 @@ def test_every_policy_trains_replays_and_accounts_for_every_sample(
     run = fit(engine, POLICIES[name]())
     assert run.steps == 30 and run.reason == "30 steps taken"
     assert run.metrics["loss"][-5:].mean() < 0.9 * run.metrics["loss"][:3].mean()
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     assert run.metrics["staleness"].max() <= MAX_DELAY.get(name, 0)
     assert np.all(np.diff(run.metrics["seconds"]) >= 0)
     places = Counter[int | None]()
@@ -176,7 +176,7 @@ def test_results_travel_encoded(engine: TrainingEngine, name: str) -> None:
 
     plain, run = fit_by(pl.sync(), None), fit_by(pl.sync(), CODECS[name]())
     sent = run.meter.up_bytes / plain.meter.up_bytes
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     assert run.metrics["loss"][-5:].mean() < 0.5 * run.metrics["loss"][:3].mean()
     if name == "everything":
         assert torch.equal(flat(run.model), flat(plain.model))
@@ -213,7 +213,7 @@ def test_results_travel_as_far_as_they_changed(engine: TrainingEngine) -> None:
             assert run.metrics["loss"][-5:].mean() < 0.7 * run.metrics["loss"][:3].mean()
             arrived = sum(isinstance(entry.event, Finished) for entry in run.journal)
             assert run.meter.up_bytes < share * arrived * run.meter.message_bytes
-            assert pl.replay(run.driven_policy, run.journal) == run.journal
+            assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_models_travel_as_changes(engine: TrainingEngine) -> None:
@@ -237,7 +237,7 @@ def test_models_travel_as_changes(engine: TrainingEngine) -> None:
         run = fit_down(policy, pl.codecs.Chain(pl.codecs.TopK(0.2), pl.codecs.Int8()), steps)
         assert run.metrics["loss"][-5:].mean() < 0.6 * run.metrics["loss"][:3].mean()
         assert run.meter.down_bytes < share * run.meter.started * run.meter.message_bytes
-        assert pl.replay(run.driven_policy, run.journal) == run.journal
+        assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 @pytest.mark.parametrize("codec", [pl.codecs.BFloat16(), pl.codecs.Half()])
@@ -257,7 +257,7 @@ def test_rounded_both_ways_every_engine_has_the_same_bits(
     each = run.meter.message_bytes / 2 + headers
     assert run.meter.down_bytes == run.meter.started * each
     assert run.meter.up_bytes == 12 * engine.size * each
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_steps_are_numbered_and_follow_their_commands(engine: TrainingEngine) -> None:
@@ -392,7 +392,7 @@ def test_resumed_sync_is_bit_for_bit_the_same(engine: TrainingEngine, tmp_path: 
         again = pl.Trainer(make_learner(), pl.sync(), engine, progress=False).resume(path)
         run = again.fit(steps=20)
         assert torch.equal(flat(run.model), flat(whole.model))
-        assert pl.replay(run.driven_policy, run.journal) == run.journal
+        assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_batch_norm_and_dropout_are_the_same_on_every_engine(engine: TrainingEngine) -> None:
@@ -418,7 +418,7 @@ def test_deadline_steps_in_time_on_what_was_done(engine: TrainingEngine) -> None
     assert np.diff(run.metrics["seconds"]).max() < 2.0  # a step may come late, never not at all
     assert run.metrics["samples"].max() <= 4 * 64
     assert run.metrics["loss"][-1] < run.metrics["loss"][0]
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_diloco_trains(engine: TrainingEngine) -> None:

@@ -96,7 +96,7 @@ def test_every_policy_trains_replays_and_accounts_for_every_sample(
     computed = [each for each in losses if len(each) > 2]
     assert computed and all(each[-1] < 0.95 * each[0] for each in computed)
     driven = Until(MinWorkers(4, POLICIES[name]()), steps=STEPS)
-    assert pl.replay(driven, journal) == journal
+    assert pl.protocol.replay(driven, journal) == journal
     meter = Meter.begin(journal.header)
     for entry in journal:
         meter.observe(entry)

@@ -19,7 +19,7 @@ def lines(path: Path) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_policy_decides_as_it_did(name: str) -> None:
     journal = pl.Journal.load(FOLDER / f"{name}.jsonl")
-    again = pl.replay(policy(name), journal)
+    again = pl.protocol.replay(policy(name), journal)
     assert [dump_entry(entry) for entry in again] == lines(FOLDER / f"{name}.jsonl")[1:]
     assert again == journal
     steps = [c for entry in journal for c in entry.commands if isinstance(c, Step)]

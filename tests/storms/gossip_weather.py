@@ -19,6 +19,7 @@ import numpy as np
 from paceline.core.journal import Entry
 from paceline.core.protocol import Command, Event, Interrupted, Send, Step, Task, WorkerId
 from paceline.engines.checks import KNOWN
+from paceline.engines.kinds import Fleet
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Cluster
 from paceline.engines.ray.worker import Place, Worker
@@ -454,17 +455,15 @@ class _PeerCluster(SimulatedCluster):
         self._waters = world
 
     def make_workers(
-        self,
-        cpus: float | None,
-        gpus: Mapping[str, float],
-        size: int,
-        fixed: bool,
-        kind: type = Worker,
+        self, fleet: Fleet, gpus: Mapping[str, float], fixed: bool, actor: type = Worker
     ) -> Callable[[str], Any]:
         return lambda name: Process(self._waters, name)
 
     def put(self, thing: Any) -> Any:
         return thing
+
+    def has_lost(self, node: str) -> bool:
+        return False
 
     def kill(self, actor: Any) -> None:
         actor.die()

@@ -258,7 +258,7 @@ class Process:
             fate = world.rng.choice(("dies", "hangs", "raises"))
             # On all workers, or twice on one server, it would be the user's code.
             raised_before = self.name in world.raised_once or (self.name,) in world.spoiled
-            once = world.has_joined if self.name[0] == "w" else not raised_before
+            once = world.has_joined if self.name in world.pace else not raised_before
             if fate == "raises" and once:
                 world.raised_once.add(self.name)
                 world.after(_START, partial(self.answer, call, None, raised("no such mount")))

@@ -299,7 +299,7 @@ class _Checked(Ray):
 
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout)
-        given = job, pool, self._calls, self._events, timeouts, None
+        given = job, pool, self.fleet, self._calls, self._events, timeouts, None
         return SessionJob(self.hub, self.world, self.size, *given)
 
 

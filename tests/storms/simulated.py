@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from paceline.engines.kinds import Fleet
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Cluster, Member, Pool
@@ -39,12 +40,7 @@ class SimulatedCluster(Cluster):
         return 0.0
 
     def make_workers(
-        self,
-        cpus: float | None,
-        gpus: Mapping[str, float],
-        size: int,
-        fixed: bool,
-        kind: type = Worker,
+        self, fleet: Fleet, gpus: Mapping[str, float], fixed: bool, actor: type = Worker
     ) -> Callable[[str], Any]:
         def make(name: str) -> WorkerProcess:
             nodes = sorted(self.nodes())
@@ -52,7 +48,7 @@ class SimulatedCluster(Cluster):
                 process = WorkerProcess(self._world, name, "")
                 self._world.wait_for_a_node(process)
                 return process
-            return WorkerProcess(self._world, name, nodes[int(name[1:]) % len(nodes)])
+            return WorkerProcess(self._world, name, nodes[fleet.workers.index(name) % len(nodes)])
 
         return make
 
@@ -110,6 +106,9 @@ class SimulatedCluster(Cluster):
     def nodes(self) -> set[str]:
         return {*self._world.nodes, *self._world.silent}
 
+    def has_lost(self, node: str) -> bool:
+        return node in self._world.dead
+
     def address(self, node: str) -> str:
         return node
 
@@ -143,7 +142,9 @@ class SimulatedDirect(Stores):
 class SimulatedRay(Ray):
     """`Ray` on a simulated cluster; by default the model is in the driver."""
 
-    def __init__(self, workers: int, world: World, servers: Any = "driver", **options: Any) -> None:
+    def __init__(
+        self, workers: int | None, world: World, servers: Any = "driver", **options: Any
+    ) -> None:
         self.world = world
         super().__init__(workers, servers=servers, timeout=world.timeout, **options)
 

@@ -374,7 +374,7 @@ class CheckedRay(SimulatedRay):
 
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout)
-        given = job, pool, self._calls, self._events, timeouts, None
+        given = job, pool, self.fleet, self._calls, self._events, timeouts, None
         return CheckedJob(self.world, self.size, *given)
 
     def check_closed(self) -> None:

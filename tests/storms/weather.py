@@ -9,7 +9,7 @@ import heapq
 import queue
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Protocol
@@ -114,6 +114,7 @@ class World:
         timeout: float,
         nodes: int = 1,
         direct: bool = False,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.direct = direct  # whether results are lost with their worker's process
         self.rng = random.Random(seed)
@@ -129,7 +130,7 @@ class World:
         self.terminate: Callable[[], None] = lambda: None  # what SIGTERM does in the driver
         self.inbox = _Inbox(self)
         self.actors: list[Process] = []
-        names = [f"w{i}" for i in range(size)]
+        names = names or [f"w{i}" for i in range(size)]
         absent = self.rng.sample(names, weather.gone + weather.unplaced)
         self.gone, self.unplaced = set(absent[weather.unplaced :]), set(absent[: weather.unplaced])
         present = [name for name in names if name not in absent]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.protocol import Engine, Want, WorkerId
 from paceline.data.partition.base import Partition
+from paceline.engines.kinds import Fleet
 from paceline.learners.base import Learner, Saved, Server
 
 if TYPE_CHECKING:  # which need torch and ray
@@ -77,6 +78,10 @@ class TrainingEngine(Engine, Protocol):
     @property
     def workers(self) -> Sequence[WorkerId]:
         """The names of these workers, in order."""
+
+    @property
+    def fleet(self) -> Fleet:
+        """The kind of machine of each worker."""
 
     @property
     def is_exact(self) -> bool:

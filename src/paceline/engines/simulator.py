@@ -50,6 +50,7 @@ from paceline.delays.links import Link
 from paceline.delays.models import Delay, Exponential
 from paceline.engines.base import Job
 from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
+from paceline.engines.kinds import Fleet
 from paceline.engines.results import Results
 from paceline.learners.arrays import TimingOnly
 from paceline.learners.base import Array, KeepingReplica, Outcome, Saved
@@ -214,6 +215,10 @@ class Simulator:
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         return self._names
+
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet.alike(self._names)
 
     @property
     def is_exact(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.protocol import Command, Start, WorkerId
 from paceline.engines.base import Job
+from paceline.engines.kinds import Fleet
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Cluster, Pool
@@ -39,12 +40,7 @@ class SeatCluster(Cluster):
         return 0.0  # a client has the GPUs of its own process
 
     def make_workers(
-        self,
-        cpus: float | None,
-        gpus: Mapping[str, float],
-        size: int,
-        fixed: bool,
-        kind: type = Worker,
+        self, fleet: Fleet, gpus: Mapping[str, float], fixed: bool, actor: type = Worker
     ) -> Callable[[str], Any]:
         return self._seats.make
 
@@ -56,6 +52,9 @@ class SeatCluster(Cluster):
 
     def has_process(self, actor: Seat) -> bool:
         return actor.client is not None
+
+    def has_lost(self, node: str) -> bool:
+        return False  # a client need not be on a node of the cluster
 
     def tell_waiting(self, name: str) -> None:
         pass  # a vacant seat is the normal case

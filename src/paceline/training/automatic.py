@@ -27,6 +27,7 @@ def check_auto(policy: str, given: Given) -> None:
             f'policy={policy!r}, target={given.target}: use policy="auto" with the loss to reach '
             "as target=…, or give a policy such as pl.sync()"
         )
+    given.engine.fleet.check_fixed('policy="auto"')
     from paceline.planner.measure.probe import is_sgd, sgd_equivalent_lr
 
     if is_sgd(given.learner):

@@ -6,17 +6,23 @@ A combination that cannot work raises before anything starts; the error says wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import logger_of
-from paceline.core.policy import Policy
-from paceline.core.protocol import Prices, WorkerId, some_names
+from paceline.core.policy import Policy, Wrapper
+from paceline.core.protocol import Prices, Work, WorkerId, some_names
 from paceline.data.partition.base import Partition
+from paceline.engines.kinds import Fleet
 from paceline.learners.base import Learner
 from paceline.learners.robust import Robust
+from paceline.policies.gather import Gather
 from paceline.policies.named import written
 from paceline.policies.placement.base import BySpeed, Placement, check_known
 from paceline.policies.placement.tiles import Placed
+from paceline.policies.selection.selectors import Allocate
+from paceline.policies.wrappers import OnlyWorkers
 
 if TYPE_CHECKING:  # needs torch
     from paceline.codecs.base import Codec
@@ -68,6 +74,46 @@ def with_placement(policy: Policy, placement: object, workers: Sequence[WorkerId
             )  # fmt: skip
         placement = placement.for_workers(workers)
     return policy.placed(placement)
+
+
+def with_limits(placement: object, fleet: Fleet) -> object:
+    """Return the placement with the limits of the workers' kinds of machine."""
+    limits = fleet.max_samples()
+    if not limits or not isinstance(placement, BySpeed | Placed):
+        return placement
+    own = placement.max_samples
+    if own is not None and not isinstance(own, Mapping):
+        own = dict.fromkeys(fleet.workers, own)
+    for worker, limit in (own or {}).items():
+        limits[worker] = min(limit, limits.get(worker, limit))
+    return replace(placement, max_samples=limits)
+
+
+def check_limits(policy: Policy, learner: Learner, fleet: Fleet, least: int) -> None:
+    """Refuse a kind of machine whose memory is too small for the tasks of a policy.
+
+    least: the number of workers that training begins with.
+    """
+    limits, used = fleet.max_samples(), policy
+    while isinstance(used, Wrapper):
+        if isinstance(used, OnlyWorkers):
+            limits = {worker: limits[worker] for worker in used.workers if worker in limits}
+        used = used.inner
+    if not limits or isinstance(policy.placement, BySpeed | Placed):
+        return
+    largest = learner.batch_size  # a policy that sizes tasks itself may give it all to one worker
+    if isinstance(used, Gather) and not isinstance(used.select, Allocate):
+        own = used.work.samples if isinstance(used.work, Work) else None
+        largest = own or ceil(learner.batch_size / policy.results_per_step(least))
+    elif policy.decentralized:
+        largest = ceil(learner.batch_size / least)
+    if small := [worker for worker, limit in limits.items() if limit < largest]:
+        kind = fleet.kinds[small[0]]
+        raise ValueError(
+            f"Kind {kind.name} has max_samples={kind.max_samples}, and {written(used)} gives a "
+            f"worker up to {largest} samples; use placement=BySpeed(), with a policy such as "
+            "sync or k_sync, or a smaller batch"
+        )
 
 
 def check_robust(robust: Robust, policy: Policy, workers: int) -> None:

@@ -85,7 +85,7 @@ class Settings:
     def min_workers(self) -> int:
         """The number of workers that must have joined before training begins."""
         given = self.given.min_workers
-        return self.engine.size if given is None else given
+        return self.engine.fleet.least if given is None else given
 
     def driven(self, policy: Policy, ends: Mapping[str, float], wait: int) -> Until:
         """Return a policy as a run drives it: it begins with `wait` workers, and ends.

@@ -21,12 +21,14 @@ from paceline.training.automatic import check_auto, compare_rates, planned
 from paceline.training.checkpoint import Checkpoints
 from paceline.training.compatibility import (
     check_arguments,
+    check_limits,
     check_not_finite,
     check_policy,
     check_prices,
     check_robust,
     check_scaling,
     tiles_of,
+    with_limits,
     with_placement,
 )
 from paceline.training.decentralized import fit_decentralized
@@ -56,11 +58,13 @@ class Trainer:
         change (see `Auto`). The learning rate is always the learner's.
     target: with "auto", the loss to reach in the least time.
     seed: the source of all randomness: sample order, random layers, simulated delays.
-    min_workers: the number of workers that must join before training begins; by default all.
+    min_workers: the number of workers that must join before training begins; by default all, or
+        the least count of each `Kind` of machine.
     checkpoints: where and how often to save; see `resume`.
     journal: a file for the journal, kept in memory otherwise.
     progress: True for a line, "live" for a table of all workers (see `LiveView`), False for none.
-    prices: the cost of hours and bytes, one for all workers or one for each of w0, w1, …
+    prices: the cost of hours and bytes, one for all workers or one for each by name.
+        By default the prices of the engine's kinds of machine.
     placement: how to divide the batch and where the data live: `BySpeed()`, `Placed(tiles)`.
         By default all workers get equal shares of data that all can read.
     codec: encodes results on their way to the server: `Feedback(TopK(0.01))`, `BFloat16()`, …
@@ -111,7 +115,7 @@ class Trainer:
             checkpoints=checkpoints,
             journal=journal,
             progress=progress,
-            prices=prices or Prices(),
+            prices=engine.fleet.prices() if prices is None else prices,
             placement=placement,
             codec=codec,
             model_codec=model_codec,
@@ -129,7 +133,7 @@ class Trainer:
             raise ValueError('target= is for policy="auto"; say when to end by fit(until=…)')
         else:
             self._settings = self._with_policy(policy)
-        if not 1 <= (engine.size if min_workers is None else min_workers) <= engine.size:
+        if min_workers is not None and not 1 <= min_workers <= engine.size:
             raise ValueError(
                 f"min_workers={min_workers}: this engine has {engine.size} workers; "
                 f"use 1 to {engine.size}"
@@ -160,12 +164,14 @@ class Trainer:
                 checkpoints=on.checkpoints,
                 robust=on.robust,
                 on_not_finite=on.on_not_finite,
-                all_join=on.min_workers in (None, engine.size),
+                all_join=(on.min_workers or engine.fleet.least) == engine.size,
             )
         elif given is not None:
+            given = with_limits(given, engine.fleet)
             policy = with_placement(policy, given, engine.workers)
         settings = Settings(on, policy, codec, tiles_of(given, learner), found)
         check_policy(policy, learner, engine.workers)
+        check_limits(policy, learner, engine.fleet, settings.min_workers)
         check_prices(on.prices, policy, learner, engine.workers)
         check_not_finite(on.on_not_finite, on.skip_limit, policy)
         if any(callback.scales_lr for callback in on.callbacks):

@@ -189,6 +189,7 @@ def test_a_subclass_with_more_fields_declares_its_own() -> None:
 
 
 FOUND_AGAIN = {
+    "by_speed": {"_room"},
     "coded": {"_made", "_collector", "_open", "_short", "_resumed", "_idle", "_seated"},
     "schedule": {"_starts", "_sizes"},
 }

@@ -51,7 +51,9 @@ def test_every_node_goes_on_where_it_was(tmp_path: Path) -> None:
     for node in RING.graph.nodes:
         both = offsets(first, node) + offsets(second, node)
         assert both == list(range(0, 16 * len(both), 16))
-        assert pl.replay(second.driven_policy, second.journals[node]) == second.journals[node]
+        assert (
+            pl.protocol.replay(second.driven_policy, second.journals[node]) == second.journals[node]
+        )
     assert second.seconds > first.seconds
     whole = pl.Trainer(make_learner(), RING, pl.Simulator(4, pl.delays.Exponential(1.0)),
                        progress=False).fit(steps=60)  # fmt: skip

@@ -201,7 +201,7 @@ def test_training_goes_on_around_the_dead_and_with_the_returned() -> None:
     for model in run.models.values():
         assert np.linalg.norm(model - np.arange(1.0, 7.0)) < 0.3
     for journal in run.journals.values():
-        assert pl.replay(run.driven_policy, journal) == journal
+        assert pl.protocol.replay(run.driven_policy, journal) == journal
 
 
 def test_who_leaves_before_its_first_step_is_known_when_it_comes_back() -> None:
@@ -256,7 +256,7 @@ def test_both_ends_of_every_link_have_one_copy(data: st.DataObject) -> None:
             mine, theirs = engine._nodes[name]._copies, engine._nodes[other]._copies
             np.testing.assert_array_equal(mine[name], theirs[name])
     for journal in training.journals.values():
-        assert pl.replay(training.policy, journal) == journal
+        assert pl.protocol.replay(training.policy, journal) == journal
 
 
 def test_a_slow_link_carries_what_it_can_and_nobody_waits() -> None:
@@ -380,7 +380,9 @@ def test_journals_go_to_a_file_for_each_node(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"run-w{i}.jsonl" for i in range(3)]
     journal = pl.Journal.load(tmp_path / "run-w1.jsonl")
     assert journal.header.peer is not None and journal.header.peer.neighbors == ("w0", "w2")
-    assert journal == run.journals["w1"] and pl.replay(run.driven_policy, journal) == journal
+    assert (
+        journal == run.journals["w1"] and pl.protocol.replay(run.driven_policy, journal) == journal
+    )
     assert any(isinstance(c, Step) and c.mix for entry in journal for c in entry.commands)
 
 

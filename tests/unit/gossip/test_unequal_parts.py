@@ -49,7 +49,7 @@ def test_a_mean_is_that_of_all_samples(policy: pl.gossip.Gossip) -> None:
         weights = {w for e in journal for c in e.commands if isinstance(c, Step)
                    for w in c.weights.values()}  # fmt: skip
         assert weights == {2.8 if node == "w3" else 0.4}
-        assert pl.replay(run.driven_policy, journal) == journal
+        assert pl.protocol.replay(run.driven_policy, journal) == journal
 
 
 @rules

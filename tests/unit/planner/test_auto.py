@@ -46,7 +46,7 @@ def test_who_has_become_slow_is_no_longer_waited_for() -> None:
     (change,) = run.policy.changes  # type: ignore[attr-defined]
     assert change.startswith("at step 40: w5 takes ")
     assert f"  replanned {change}" in run.summary()
-    assert pl.replay(run.driven_policy, run.journal) == run.journal  # planning included
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal  # planning included
 
 
 def test_steady_workers_are_left_alone() -> None:

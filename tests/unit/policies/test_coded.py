@@ -74,7 +74,7 @@ def test_the_trajectory_is_that_of_sync(n: int, s: int, m: int, batch: int) -> N
     np.testing.assert_allclose(run.model, expected.model, atol=1e-12)
     assert run.metrics["samples"].tolist() == [batch] * 40
     assert run.meter.samples_used == 40 * batch
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_more_parts_on_quick_workers() -> None:

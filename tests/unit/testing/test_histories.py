@@ -136,7 +136,7 @@ def test_a_lost_task_keeps_its_shares_though_they_have_a_sample_more() -> None:
 def test_any_history(name: str, history: History) -> None:
     coordinator = history.play(POLICIES[name])  # raises PolicyError on an illegal command
     journal = coordinator.journal
-    assert pl.replay(POLICIES[name], journal) == journal
+    assert pl.protocol.replay(POLICIES[name], journal) == journal
     assert [parse_entry(dump_entry(entry)) for entry in journal] == list(journal)
     check_every_result_is_used_once(journal)
     known = MAX_DELAY.get(name.removesuffix(", redone"), inf)

@@ -51,7 +51,7 @@ def test_every_so_many_steps_and_the_best() -> None:
     assert seen == [(done.step, done.metrics) for done in evaluate.history]
     assert run.steps == 20
     assert run.evaluations == tuple(evaluate.history)
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     told = f"evaluation {evaluate.history[-1].metrics['evaluation']:.4g} at step 18"
     assert told in run.summary() and f"{best.metrics['evaluation']:.4g}" in run.summary()
 
@@ -170,7 +170,7 @@ def test_nodes_of_a_decentralized_run_are_evaluated_together() -> None:
     assert [done.step for done in run.evaluations] == [4, 8]
     assert [done.metrics for done in run.evaluations] == [d.metrics for d in evaluate.history]
     for node, journal in run.journals.items():
-        assert pl.replay(run.driven_policy, journal) == journal, node
+        assert pl.protocol.replay(run.driven_policy, journal) == journal, node
 
 
 def saved_fit(evaluate: Evaluate, folder: Path, steps: int, resumed: bool = False) -> pl.Run:

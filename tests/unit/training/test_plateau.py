@@ -77,7 +77,7 @@ def test_the_journal_has_every_change() -> None:
     assert scaled[0].reason == "evaluation is on a plateau"
     steps = [c for entry in run.journal for c in entry.commands if isinstance(c, Step)]
     assert [each.lr_scale for each in steps] == [1.0] * 6 + [0.5] * 4 + [0.25] * 2
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -105,7 +105,7 @@ def test_a_resumed_run_goes_on_with_the_scale(tmp_path: Path) -> None:
     resumed = trainer(worse(Plateau(0.5, 1))).resume(tmp_path / "parts").fit(steps=20)
     assert flat(whole.model).tolist() == flat(resumed.model).tolist()
     assert next(iter(resumed.journal)).event == LrScaled(0.25, "resumed")
-    assert pl.replay(resumed.driven_policy, resumed.journal) == resumed.journal
+    assert pl.protocol.replay(resumed.driven_policy, resumed.journal) == resumed.journal
 
 
 def test_runs_in_which_workers_use_the_learning_rate_refuse_it() -> None:

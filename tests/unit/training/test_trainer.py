@@ -263,7 +263,7 @@ def test_an_interruption_by_the_user_ends_the_run_with_what_was_learned(tmp_path
     assert log[-2:] == ["b 5", "b ended: interrupted by the user"]
     expected = trainer(learner=network()).fit(steps=5)
     assert np.array_equal(parameters(run), parameters(expected))
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     again = interrupted.fit(steps=12)  # and it can be taken up again
     whole = trainer(learner=network()).fit(steps=12)
     assert np.array_equal(parameters(again), parameters(whole))
@@ -291,7 +291,7 @@ def test_sigterm_saves_and_raises_with_the_run(tmp_path: Path) -> None:
     run = raised.value.run
     assert (run.steps, run.reason) == (5, "terminated by SIGTERM")
     assert log[-2:] == ["b 5", "b ended: terminated by SIGTERM"]
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     whole = trainer(learner=network()).fit(steps=12)
     resumed = trainer(learner=network()).resume(tmp_path / "step-00000005").fit(steps=12)
     assert np.array_equal(parameters(resumed), parameters(whole))
@@ -586,7 +586,7 @@ def test_resumed_from_the_middle_it_is_the_uninterrupted_run_bit_for_bit(
             assert np.array_equal(run.metrics[column], values[6:]), column
     entries = list(run.journal)
     assert entries == list(whole.journal)[-len(entries) :]
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -615,7 +615,7 @@ def test_an_end_that_was_reached_before_changes_nothing(name: str) -> None:
         idle = often.fit(steps=7)
         assert (idle.steps, idle.reason) == (7, "7 steps taken")
         assert len(idle.metrics["step"]) == 0
-        assert pl.replay(idle.driven_policy, idle.journal) == idle.journal
+        assert pl.protocol.replay(idle.driven_policy, idle.journal) == idle.journal
     run = often.fit(steps=20)
     assert np.array_equal(run.model, once.model)
     assert run.metrics["seconds"].tolist() == once.metrics["seconds"][7:].tolist()
@@ -682,7 +682,7 @@ def test_where_work_in_flight_is_lost_it_is_done_again(name: str, tmp_path: Path
     assert {(task.version, task.attempt) for task in again} == {(8, 1)}
     stepped = [entry.event.version for entry in entries if isinstance(entry.event, Stepped)]
     assert stepped[0] == 9
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
     done = [s for s in first.samples() if s.fate not in ("unfinished", "lost")]
     place = 0
     for stretch in sorted([*done, *run.samples()], key=lambda stretch: stretch.offset):
@@ -779,13 +779,13 @@ def test_a_run_is_replayed_from_its_journal(name: str) -> None:
     run = twice.fit(until=lambda progress: progress.step >= second.steps + 9)
     for one in (first, second, run):
         assert len(one.journal) > 3
-        assert pl.replay(one.driven_policy, one.journal) == one.journal
+        assert pl.protocol.replay(one.driven_policy, one.journal) == one.journal
     assert first.journal.header.state is None
     assert run.journal.header.state is not None
     other = pl.policies.Until(
         pl.policies.MinWorkers(4, pl.policies.Gather(3, refill=True)), steps=6
     )
-    assert pl.replay(other, first.journal) != first.journal
+    assert pl.protocol.replay(other, first.journal) != first.journal
 
 
 def test_a_resumed_journal_is_not_replayed_by_another_policy() -> None:
@@ -794,7 +794,7 @@ def test_a_resumed_journal_is_not_replayed_by_another_policy() -> None:
     run = twice.fit(steps=9)
     other = pl.policies.Until(pl.policies.MinWorkers(0, pl.k_sync(4)), steps=9)
     with pytest.raises(ValueError, match=r"continues a run of .*k=2.* does not fit .*k=4"):
-        pl.replay(other, run.journal)
+        pl.protocol.replay(other, run.journal)
 
 
 def test_the_journal_goes_to_a_file_and_that_of_a_resumed_run_to_another(tmp_path: Path) -> None:
@@ -808,7 +808,7 @@ def test_the_journal_goes_to_a_file_and_that_of_a_resumed_run_to_another(tmp_pat
     for run, name in ((first, "run.jsonl"), (second, "run-5.jsonl")):
         loaded = pl.Journal.load(path.parent / name)
         assert loaded == run.journal
-        assert pl.replay(run.driven_policy, loaded) == loaded
+        assert pl.protocol.replay(run.driven_policy, loaded) == loaded
     in_memory = trainer().fit(steps=5)
     assert first.journal == in_memory.journal
 
@@ -827,7 +827,7 @@ def test_a_run_that_ended_with_nan_is_replayed_from_its_file(tmp_path: Path) -> 
     run = trainer(learner=pl.learners.Quadratic(start=nan), journal=tmp_path / "j.jsonl").fit(
         steps=9
     )
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_the_header_says_what_the_run_was() -> None:
@@ -937,7 +937,7 @@ def test_a_resumed_run_has_the_prices_of_its_own_trainer(tmp_path: Path) -> None
         assert run.steps == 8
         assert {str(shown) for _, shown in Watchful.seen} == {str(expected)}
         assert run.journal.header.prices == expected
-        assert pl.replay(run.driven_policy, run.journal) == run.journal
+        assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
         assert {str(shown) for _, shown in Watchful.seen} == {str(expected)}  # in the replay too
         second = expected.second("w0")
         assert run.meter.dollars == pytest.approx(second * run.meter.busy_seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +12,9 @@ from typing import Self
 
 from paceline.core.checks import check_seconds, check_whole
 from paceline.core.logs import logger_of
-from paceline.core.protocol import Command, Event, Interrupted, WorkerId, worker_names
+from paceline.core.protocol import Command, Event, Interrupted, WorkerId, some_names
 from paceline.engines.base import Job, Writer
+from paceline.engines.kinds import Kind, fleet_of
 from paceline.engines.ray.cluster.join import store_need
 from paceline.engines.ray.job import RayJob, Timeouts
 from paceline.engines.ray.pickled import check_pickled
@@ -31,8 +32,11 @@ logger = logger_of(__name__)
 
 
 class Ray:
-    """Workers w0, w1, … as actors of a Ray cluster.
+    """Workers as actors of a Ray cluster.
 
+    workers: the number of workers, all alike; they are called w0, w1, …
+    fleet: instead of `workers`, the kinds of machine: `[Kind("a100", count=4, gpus=1)]`. Their
+        workers are called a100-0, a100-1, … Limits, prices and measured speeds go by these names.
     address: of a running cluster; by default the one this process is connected to, or else a
         new one on this machine alone.
     timeout: seconds a task may take at most. A worker silent for longer (Ray does not report a
@@ -40,7 +44,8 @@ class Ray:
         that is silent for 20 times the longest of them, and for a minute.
     start_timeout: seconds a worker may take to come up once its process exists. A worker waits
         without a limit while no node has room for it.
-    respawns: restarts in a row of one worker; a result of the worker resets the count.
+    respawns: restarts in a row of one worker; a result of the worker resets the count. The loss
+        of a whole node does not count, and neither does waiting for one.
     cpus: CPUs that Ray reserves per worker; by default an equal share of the free cores, at most 1.
     gpus: GPUs that Ray reserves per worker: one number, or a dict by worker name. By default 1 if
         the learner's device is "cuda", and with "auto" 1 for as many workers as there are GPUs.
@@ -57,8 +62,9 @@ class Ray:
 
     def __init__(
         self,
-        workers: int,
+        workers: int | None = None,
         *,
+        fleet: Sequence[Kind] | None = None,
         address: str | None = None,
         timeout: float = 600.0,
         start_timeout: float = 180.0,
@@ -68,7 +74,6 @@ class Ray:
         servers: Servers = None,
         allow_insecure: bool = False,
     ) -> None:
-        check_whole("workers", workers)
         check_whole("respawns", respawns, 0)
         check_seconds("timeout", timeout)
         check_seconds("start_timeout", start_timeout)
@@ -76,9 +81,10 @@ class Ray:
             isinstance(servers, int) and servers >= 1
         ):
             raise ValueError(f"servers={servers!r}: use 'driver', 'spread', or a number from 1 on")
-        self.size = workers
+        self.fleet = fleet_of(workers, fleet, cpus, gpus)
+        self.size, self._has_kinds = len(self.fleet.workers), fleet is not None
         self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
-        self._respawns, self._cpus, self._gpus = respawns, cpus, gpus
+        self._respawns, self._gpus = respawns, gpus
         self.servers = servers  # may be changed from one run to the next
         self._allow_insecure = allow_insecure
         self._pool: Pool | None = None
@@ -103,7 +109,7 @@ class Ray:
 
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout, self._learns_timeouts)
-        return RayJob(job, pool, self._calls, self._events, timeouts, self._secret)
+        return RayJob(job, pool, self.fleet, self._calls, self._events, timeouts, self._secret)
 
     def _clear(self) -> None:
         """Forget everything about a job."""
@@ -118,11 +124,13 @@ class Ray:
 
     def __repr__(self) -> str:
         servers = "" if self.servers is None else f", servers={self.servers!r}"
-        return f"Ray(workers={self.size}{servers})"
+        fleet = some_names(self.workers)
+        told = f"fleet of {fleet}" if self._has_kinds else f"workers={self.size}"
+        return f"Ray({told}{servers})"
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        return worker_names(self.size)
+        return self.fleet.workers
 
     @property
     def is_exact(self) -> bool:
@@ -166,7 +174,7 @@ class Ray:
         cluster, need = self._cluster, store_need(self.size, learner.message_bytes)
         self._ours = cluster.connect(self._address, self.size, need) or self._ours
         gpus = self._gpus_each(learner)
-        make = cluster.make_workers(self._cpus, gpus, self.size, self._ours, kind)
+        make = cluster.make_workers(self.fleet, gpus, self._ours, kind)
         pool = Pool(list(gpus), make, self._respawns, cluster)
         pool.fill()
         self._lent_pool = pool
@@ -205,7 +213,7 @@ class Ray:
             self._pool.end()
             self._pool = None
         if self._pool is None:
-            make = cluster.make_workers(self._cpus, gpus, self.size, self._ours)
+            make = cluster.make_workers(self.fleet, gpus, self._ours)
             self._pool, self._pool_gpus = Pool(list(gpus), make, self._respawns, cluster), gpus
         if not self._ours:
             spread = self.servers != "driver" and len(cluster.nodes()) > 1 and size >= SPREAD_BYTES
@@ -223,7 +231,11 @@ class Ray:
 
     def _gpus_each(self, learner: Learner) -> dict[WorkerId, float]:
         device = str(getattr(learner, "device", "cpu"))
-        return gpus_each(self._gpus, device, self.workers, self._cluster.gpus())
+        given = self._gpus
+        if self._has_kinds:
+            usual, kinds = float(device.startswith("cuda")), self.fleet.kinds
+            given = {w: usual if kind.gpus is None else kind.gpus for w, kind in kinds.items()}
+        return gpus_each(given, device, self.workers, self._cluster.gpus())
 
     def _may_be_direct(self, job: Job) -> bool:
         """Return whether slices may go from process to process instead of by Ray's stores.

@@ -43,6 +43,7 @@ from paceline.core.protocol import (
 )
 from paceline.engines.base import Job
 from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
+from paceline.engines.kinds import Fleet
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.failures import Raised, reason_of
 from paceline.engines.ray.patience import Patience
@@ -84,6 +85,7 @@ class Timeouts(NamedTuple):
 class RayJob:
     """A job on the workers of a pool: sends tasks, reads results, replaces lost workers.
 
+    fleet: the kind of machine of each worker.
     calls: the inbox of the job's answers.
     events: those that the trainer has not seen yet; `Ray.interrupt` adds to them too.
     secret: of the processes that may connect to each other directly, None for none.
@@ -95,13 +97,14 @@ class RayJob:
         self,
         job: Job,
         pool: Pool,
+        fleet: Fleet,
         calls: Calls,
         events: deque[Event],
         timeouts: Timeouts,
         secret: bytes | None,
     ) -> None:
         self._job, self._pool, self._calls, self._events = job, pool, calls, events
-        self._timeouts, self._secret = timeouts, secret
+        self._fleet, self._timeouts, self._secret = fleet, timeouts, secret
         self._patience = Patience(timeouts.task, timeouts.learned)
         self._run = uuid.uuid4().hex
         self._version = job.steps
@@ -120,16 +123,26 @@ class RayJob:
         )
 
     def begin(self) -> None:
-        """Set up all workers, and wait for as many as the job needs to begin."""
+        """Set up all workers, and wait for as many, of each kind, as the job needs to begin.
+
+        A job that begins with fewer workers than the fleet's least does not wait for each kind.
+        """
         for name in list(self._pool.members):
             self._set_up(name)
         needed = self._job.min_workers
-        while (up := sum(m.joined for m in self._pool.members.values())) < needed:
+        by_kind = needed >= self._fleet.least
+        while True:
+            up = [name for name, member in self._pool.members.items() if member.joined]
+            missing = self._fleet.missing(up) if by_kind else {}
+            if len(up) >= needed and not missing:
+                return
             if any(isinstance(event, Interrupted) for event in self._events):
                 return  # it ends before it has begun
             if not self._calls.wait(inf):
+                lacking = {} if len(up) < needed else missing
+                kinds = "".join(f", with {n} more of {kind}" for kind, n in lacking.items())
                 raise WorkersLost(
-                    f"{up} workers came up and {needed} are needed to begin "
+                    f"{len(up)} workers came up and {needed} are needed to begin{kinds} "
                     f"(the last one to fail: {self._last_loss}); Trainer(min_workers=…) begins "
                     "with fewer"
                 )
@@ -251,6 +264,7 @@ class RayJob:
         """
         if not self._pool.cluster.has_process(member.actor):
             self._pool.cluster.tell_waiting(member.name)
+            self._pool.trust(member.name)  # an absent machine is no failure of the worker
             return True
         if not member.placed:
             member.placed = True

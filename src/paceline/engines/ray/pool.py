@@ -17,7 +17,9 @@ from ray._private.state import state as cluster_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.logs import logger_of
-from paceline.core.protocol import TaskId
+from paceline.core.protocol import TaskId, some_names
+from paceline.engines.kinds import Fleet
+from paceline.engines.ray.actors import make_workers
 from paceline.engines.ray.calls import Call, Calls
 from paceline.engines.ray.cluster.join import connect, refuse_torchrun, warn_small_stores
 from paceline.engines.ray.notices import Notices
@@ -85,7 +87,7 @@ def gpus_each(given: Gpus, device: str, names: Sequence[str], there: float) -> d
     """Return the GPUs that Ray reserves for each worker, if the cluster has `there` in all."""
     if isinstance(given, Mapping):
         if unknown := sorted({*given} - {*names}):
-            raise ValueError(f"gpus= names {unknown}; the workers are {names[0]} to {names[-1]}")
+            raise ValueError(f"gpus= names {unknown}; the workers are {some_names(names)}")
         each = {name: given.get(name, 0.0) for name in names}
     elif given is not None:
         each = dict.fromkeys(names, given)
@@ -108,31 +110,6 @@ def gpus_each(given: Gpus, device: str, names: Sequence[str], there: float) -> d
                     'alone, counted from 0; use device="cuda"'
                 )
     return each
-
-
-def make_workers(
-    cpus: float | None, gpus: Mapping[str, float], size: int, fixed: bool, kind: type = Worker
-) -> Callable[[str], Any]:
-    """Return a function that makes a worker's actor; raise if a fixed cluster lacks room."""
-    if cpus is None:
-        unused = ray.available_resources().get("CPU", 0.0)
-        cpus = min(1.0, int(unused / size * 1000) / 1000)
-    if fixed:  # a cluster that will not grow
-        there = ray.cluster_resources().get("CPU", 0.0)
-        if cpus * size > there:
-            raise ValueError(
-                f"{size} workers with {cpus:g} CPUs each need {cpus * size:g}, and "
-                f"this machine has {there:g}; use {there / size:.3g} or less"
-            )
-        there = ray.cluster_resources().get("GPU", 0.0)
-        if (wanted := sum(gpus.values())) > there:
-            raise ValueError(
-                f"{size} workers need {wanted:g} GPUs, and Ray sees {there:g} on this machine; use "
-                f"gpus={there / size:.3g} or less, fewer workers, or "
-                'TorchLearner(device="auto") to compute on the CPU where there is no GPU'
-            )
-    actor = actor_class(kind, num_cpus=cpus, scheduling_strategy="SPREAD")
-    return lambda name: actor.options(num_gpus=gpus[name]).remote(gpus=gpus[name])
 
 
 def make_servers(placement: Placement) -> Callable[[str], Any]:
@@ -184,14 +161,9 @@ class Cluster:
         return float(ray.cluster_resources().get("GPU", 0.0))
 
     def make_workers(
-        self,
-        cpus: float | None,
-        gpus: Mapping[str, float],
-        size: int,
-        fixed: bool,
-        kind: type = Worker,
+        self, fleet: Fleet, gpus: Mapping[str, float], fixed: bool, actor: type = Worker
     ) -> Callable[[str], Any]:
-        return make_workers(cpus, gpus, size, fixed, kind)
+        return make_workers(fleet, gpus, fixed, actor)
 
     def make_servers(self, placement: Placement) -> Callable[[str], Any]:
         return make_servers(placement)
@@ -234,6 +206,10 @@ class Cluster:
 
     def nodes(self) -> set[str]:
         return alive_nodes()
+
+    def has_lost(self, node: str) -> bool:
+        """Return whether a node is known to be gone."""
+        return node not in self.nodes()
 
     def address(self, node: str) -> str:
         """Return how a message names a node."""
@@ -301,10 +277,14 @@ class Pool:
 
         The first restart is at once; each further one without a result waits twice as long.
         distrust: it raised an exception or its result was refused, so the first one waits too.
+        The loss of its whole node is no failure: the next process waits for another node.
         """
         self.cluster.kill(member.actor)
         self._make_sure(member)
         del self.members[member.name]
+        if member.place is not None and self.cluster.has_lost(member.place.node):
+            self._paused.add(member.name)
+            return 0.0
         failures = self._failures[member.name] = self._failures.get(member.name, 0) + 1
         if failures > self.respawns:
             return None

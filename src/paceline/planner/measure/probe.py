@@ -129,6 +129,8 @@ def profile(
         raise ValueError(f"seconds={seconds}, tasks={tasks}: use seconds > 0 and tasks >= 1")
     if not loss_seconds > 0:
         raise ValueError(f"loss_seconds={loss_seconds}: use a number > 0")
+    engine.fleet.check_fixed("a profile")
+    prices = engine.fleet.prices() if prices is None else prices
     told = on_progress or (lambda what, share: None)
     with contextlib.ExitStack() as stack:
         if hasattr(engine, "__enter__"):  # it then keeps its processes between runs
@@ -255,15 +257,13 @@ def _probe(
     seconds: float,
     tasks: int,
     seed: int,
-    prices: Prices | None,
+    prices: Prices,
     codec: Codec | None,
     down: Codec | None,
 ) -> Journal:
     share = max(round(learner.batch_size / engine.size), 1)
     policy = Until(MinWorkers(engine.size, Probe(share, tasks, seconds)), seconds=LONGEST * seconds)
-    header = Header(
-        "Probe()", learner.batch_size, None, None, learner.message_bytes, prices or Prices()
-    )
+    header = Header("Probe()", learner.batch_size, None, None, learner.message_bytes, prices)
     coordinator = Coordinator(policy, learner.batch_size, Journal(header))
     job = Job(
         learner=learner,

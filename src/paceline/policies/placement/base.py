@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from paceline.core.protocol import (
     Cancel,
     Event,
     Finished,
+    Joined,
     Left,
     Result,
     Task,
@@ -191,13 +193,16 @@ class BySpeed:
     All workers can read all data, so any worker may compute any sample. Results are weighted by
     their samples, and the step is the gradient of the global batch for all shares. If a step waits
     for all tasks, the shares add up to `batch_size`; if it waits for k only, about so on average.
-    max_samples: the samples that fit into a worker's memory: one limit for all, or by name.
+    max_samples: the samples that fit into a worker's memory: one limit for all, or by name. By
+        default that of the worker's kind of machine, if the engine has kinds. A lost task goes to
+        a worker with room for it; if there is none, to one with the most room.
     smoothing: the weight of the last task in the average speed; 1: only the last task counts.
     """
 
     max_samples: Most = None
     smoothing: float = 0.3
     _pace: Pace = field(init=False, repr=False, compare=False)
+    _room: float | None = field(default=None, init=False, repr=False, compare=False)
     schema = Schema("by_speed", 1, parts={"pace": "_pace"})
 
     def __post_init__(self) -> None:
@@ -213,6 +218,8 @@ class BySpeed:
 
     def learn(self, view: View, news: Event | Cancel) -> None:
         self._pace.learn(view, news)
+        if self._room is None or isinstance(news, Joined | Left):
+            self._room = max(limits(self.max_samples, view.workers) or [inf])  # of any worker
 
     def sizes(
         self,
@@ -230,7 +237,9 @@ class BySpeed:
         return work
 
     def redo(self, worker: WorkerId, lost: Mapping[TaskId, Task]) -> Task | None:
-        return next(iter(lost.values()), None)
+        (limit,) = limits(self.max_samples, [worker]) or [inf]
+        most = inf if self._room is None else self._room
+        return next((task for task in lost.values() if min(task.samples, most) <= limit), None)
 
     def weigh(self, results: Collection[Result], k: int) -> None:
         return None

@@ -217,7 +217,7 @@ def test_resumed_it_goes_on_the_same(tmp_path: Path, move: bool) -> None:
     trainer(tmp_path).fit(steps=20)
     rest = trainer().resume(tmp_path).fit(steps=40)
     assert rest.model.tolist() == whole.model.tolist()
-    assert pl.replay(rest.driven_policy, rest.journal) == rest.journal
+    assert pl.protocol.replay(rest.driven_policy, rest.journal) == rest.journal
 
 
 def test_another_partition_is_no_resume(tmp_path: Path) -> None:
