@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,12 +50,13 @@ def _check_room(
     """Raise if a cluster has no room for the workers that training begins with."""
     names = fleet.required()
     size = max(len(names), 1)
-    wanted: Counter[str] = Counter()
+    wanted: defaultdict[str, float] = defaultdict(float)
     for name in names:
         kind = fleet.kinds[name]
         wanted["CPU"] += cpus if kind.cpus is None else kind.cpus
         wanted["GPU"] += gpus[name]
-        wanted.update(kind.resources)
+        for resource, amount in kind.resources.items():
+            wanted[resource] += amount
     room = there.get("CPU", 0.0)
     if (need := wanted.pop("CPU", 0.0)) > room + _ROUNDING:
         raise ValueError(

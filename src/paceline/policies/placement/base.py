@@ -219,7 +219,7 @@ class BySpeed:
     def learn(self, view: View, news: Event | Cancel) -> None:
         self._pace.learn(view, news)
         if self._room is None or isinstance(news, Joined | Left):
-            self._room = max(limits(self.max_samples, view.workers) or [inf])  # of any worker
+            self._room = max(limits(self.max_samples, [*view.workers]) or [inf])  # of any worker
 
     def sizes(
         self,

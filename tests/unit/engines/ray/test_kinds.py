@@ -162,8 +162,8 @@ def test_a_host_that_was_away_works_within_seconds_of_its_return(respawns: int) 
     began = on._origin
     met = stays(run, "slow-1")
     assert [kind for _, kind in met] == [Joined, Left] * 3 + [Joined]
-    back = [now + began for now, kind in met if kind is Joined][1:]
-    late = [at - due for at, due in zip(back, (130.0, 190.0, 1120.0), strict=True)]
+    returns = [now + began for now, kind in met if kind is Joined][1:]
+    late = [at - due for at, due in zip(returns, (130.0, 190.0, 1120.0), strict=True)]
     assert min(late) > 0 and max(late) < 10
     done = {e.event.task for e in run.journal if isinstance(e.event, Finished)}
     tasks = [c.task for e in run.journal for c in e.commands if isinstance(c, Start)]
