@@ -47,6 +47,6 @@ def test_the_mean_is_that_of_all_samples(tmp_path: Path) -> None:
     for node, journal in run.journals.items():
         both = offsets(first, node) + offsets(run, node)
         assert both == list(range(0, 10 * len(both), 10))
-        assert pl.replay(run.driven_policy, journal) == journal
+        assert pl.protocol.replay(run.driven_policy, journal) == journal
     # 0.25 without weights. On real processes the nodes take unequal numbers of steps.
     assert run.model[0] == pytest.approx(0.7, abs=0.2)

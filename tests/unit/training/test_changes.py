@@ -100,7 +100,7 @@ def test_each_sample_is_used_once_across_the_change(name: str, tmp_path: Path) -
         offsets = sorted(offset for of, offset in known if of == tile)
         assert offsets[0] == 0
         assert all(b == a + 1 for a, b in pairwise(offsets))
-    assert pl.replay(run.driven_policy, run.journal) == run.journal
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
 def test_the_journal_and_the_summary_say_what_changed(tmp_path: Path) -> None:
