@@ -1,11 +1,14 @@
-"""A fleet that changes: a worker that stops, and what overdue tasks cost.
+"""A fleet that changes: a worker that stops, and workers that will be taken away.
 
 `stopped` trains with eight workers under `k_sync(8)`, so that each step needs all of them. One of
 them is stopped (SIGSTOP) in mid-run, which no connection shows. Idle workers redo its task once it
 is overdue by its own response times. The ratio is that of the longest step from then on to the
 median step before. No sample may be used twice or be lost.
 
-python benchmarks/elastic.py [--quick]
+`drained` has one worker after the other finish its task, leave and start again, under `sync()` with
+four workers. No task may be redone. Its steps share the cores with the processes that start.
+
+python benchmarks/elastic.py [--quick] [--part stopped]
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import os
 import signal
 import statistics
+from bisect import bisect
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -25,9 +29,9 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from _report import finish, machine, parser, table
-from paceline.core.protocol import Start
+from paceline.core.protocol import Draining, Start
 
-BOUNDS = {"longest_step": 4.0, "samples_twice": 0, "samples_lost": 0}
+BOUNDS = {"longest_step": 4.0, "samples_twice": 0, "samples_lost": 0, "redone": 0}
 WORKERS = 8
 BATCH = 16 * WORKERS
 
@@ -78,24 +82,71 @@ def stopped(steps: int, at: int, worker: str) -> dict[str, Any]:
         )
         run = trainer.fit(steps=steps)
     lengths = [after - before for before, after in pairwise([0.0, *run.metrics["seconds"]])]
+    usual = statistics.median(lengths[2:at])
+    return {
+        "usual_step": usual,
+        "longest_step": max(lengths[at:]) / usual,
+        "later_steps": statistics.median(lengths[at + 2 :]) / usual,
+        **accounts(run),
+    }
+
+
+def accounts(run: pl.Run) -> dict[str, int]:
+    """Return the tasks that were redone, and the samples that were used twice or lost."""
     tasks = [c.task for e in run.journal for c in e.commands if isinstance(c, Start)]
     used = Counter[int]()
     for stretch in run.samples():
         if stretch.fate == "used":
             used.update(range(stretch.offset, stretch.offset + stretch.samples))
     lost = [s for s in run.samples() if s.fate not in ("used", "unfinished", "cancelled")]
-    usual = statistics.median(lengths[2:at])
     return {
-        "usual_step": usual,
-        "longest_step": max(lengths[at:]) / usual,
-        "later_steps": statistics.median(lengths[at + 2 :]) / usual,
-        "redone": sum(task.copy_of is not None for task in tasks),
+        "redone": sum(task.copy_of is not None or task.attempt > 1 for task in tasks),
         "samples_twice": sum(count > 1 for count in used.values()),
         "samples_lost": sum(stretch.samples for stretch in lost),
     }
 
 
-def measure(quick: bool) -> dict[str, Any]:
+class Drain(pl.Callback):
+    """Drains one worker after the other, each when the one before is back."""
+
+    def __init__(self, engine: pl.Ray, times: int) -> None:
+        self._engine, self._times, self.done = engine, times, 0
+        self._next = 20
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if self.done >= self._times and progress.step >= self._next:
+            progress.stop("all have drained")
+        elif progress.step >= self._next and progress.workers == self._engine.size:
+            self._engine.drain(self._engine.workers[self.done % self._engine.size])
+            self.done, self._next = self.done + 1, progress.step + 10
+
+
+def drained(times: int) -> dict[str, Any]:
+    """Train while workers drain one after the other; return the lengths of the steps."""
+    with pl.Ray(4, timeout=600) as engine:
+        drain = Drain(engine, times)
+        trainer = pl.Trainer(
+            learner(), pl.sync(), engine, callbacks=[drain], progress=False, backups=False
+        )
+        run = trainer.fit(seconds=60.0 + 40.0 * times)
+    lengths = [after - before for before, after in pairwise([0.0, *run.metrics["seconds"]])]
+    drains = [e.now for e in run.journal if isinstance(e.event, Draining)]
+    ends = run.metrics["seconds"]
+    # The step under way at each notice, and the one after it.
+    struck = [bisect(ends, at) + i for at in drains for i in (0, 1)]
+    usual = statistics.median(lengths[2:20])
+    at_notice = [lengths[i] / usual for i in struck if i < len(lengths)]
+    print(f"\nelastic: 4 workers under sync(), {drain.done} drained one after the other")
+    found = accounts(run)
+    rows = [("usual step (s)", usual), ("steps at a notice, median", statistics.median(at_notice)),
+            ("steps at a notice, longest", max(at_notice)), ("tasks redone", found["redone"]),
+            ("samples used twice", found["samples_twice"]),
+            ("samples lost", found["samples_lost"])]  # fmt: skip
+    table(["", "measured"], [[name, f"{value:.3g}"] for name, value in rows])
+    return {"drains": drain.done, "usual_step": usual, "steps_at_a_notice": at_notice, **found}
+
+
+def stopped_often(quick: bool) -> dict[str, Any]:
     found = [stopped(40, 24, f"w{trial}") for trial in range(1 if quick else 5)]
     print(f"\nelastic: {WORKERS} workers under k_sync({WORKERS}), one is stopped")
     names = ["usual_step", "longest_step", "later_steps", "redone", "samples_twice", "samples_lost"]
@@ -107,11 +158,19 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = parser(__doc__, seconds=100).parse_args()
-    figures = measure(arguments.quick)
-    ok = statistics.median(figures["longest_step"]) <= BOUNDS["longest_step"]
-    ok = ok and not sum(figures["samples_twice"]) and not sum(figures["samples_lost"])
-    finish("elastic", {"stopped": figures}, BOUNDS, ok, machine("ray", "torch"), arguments.quick)
+    given = parser(__doc__, seconds=100)
+    given.add_argument("--part", choices=["stopped", "drained"])
+    arguments = given.parse_args()
+    figures: dict[str, Any] = {}
+    ok = True
+    if arguments.part in (None, "stopped"):
+        found = figures["stopped"] = stopped_often(arguments.quick)
+        ok = statistics.median(found["longest_step"]) <= BOUNDS["longest_step"]
+        ok = ok and not sum(found["samples_twice"]) and not sum(found["samples_lost"])
+    if arguments.part in (None, "drained"):
+        found = figures["drained"] = drained(2 if arguments.quick else 20)
+        ok = ok and not (found["redone"] or found["samples_twice"] or found["samples_lost"])
+    finish("elastic", figures, BOUNDS, ok, machine("ray", "torch"), arguments.quick)
 
 
 if __name__ == "__main__":
