@@ -114,7 +114,7 @@ class Coded(Policy):
 
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if self._resumed:
-            self._compare(view)
+            self._compare(view, event)
         if isinstance(event, Left) and event.worker in self._seats:
             self._vacate(view, event.worker)
         if isinstance(event, Finished):
@@ -219,10 +219,13 @@ class Coded(Policy):
             for row in self._answers:
                 self._collector.add(row)
 
-    def _compare(self, view: View) -> None:
+    def _compare(self, view: View, event: Event) -> None:
         """After a resume, reconcile rows and results with the ledger of a restarted engine."""
         self._resumed = False
-        for worker in [worker for worker in self._seats if worker not in view.workers]:
+        there = {*view.workers}
+        if isinstance(event, Finished):  # a worker that drains leaves after its result
+            there.add(view.held[event.task].task.worker)
+        for worker in [worker for worker in self._seats if worker not in there]:
             self._vacant[self._seats.pop(worker)] = view.version
         self._answers = {row: id for row, id in self._answers.items() if id in view.held}
         self._collect()

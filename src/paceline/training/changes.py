@@ -14,6 +14,7 @@ from paceline.core.protocol import Task
 from paceline.core.schema import save_state
 from paceline.learners.base import Learner, Saved, Server
 from paceline.policies.named import written
+from paceline.policies.placement.tiles import Placed
 from paceline.training.checkpoint import Snapshot
 from paceline.training.checkpoint.kinds import kind_of
 from paceline.training.settings import NOTES, Settings
@@ -143,7 +144,8 @@ def changed_coordinator(
     if "policy" in names:
         policy = save_state(settings.policy)
         tasks = [replace(task, work=replace(task.work, tag=None)) for task in ledger.lost.values()]
-        if not getattr(settings.policy.placement, "move", True):
+        placement = settings.policy.placement
+        if isinstance(placement, Placed) and not placement.move:
             tasks = list(_by_tile(tasks, ledger))
         ledger.lost = OrderedDict((task.id, task) for task in tasks)
     fitting = [(id, _fitting(settings.learner, task)) for id, task in ledger.lost.items()]
