@@ -48,5 +48,5 @@ def test_the_mean_is_that_of_all_samples(tmp_path: Path) -> None:
         both = offsets(first, node) + offsets(run, node)
         assert both == list(range(0, 10 * len(both), 10))
         assert pl.protocol.replay(run.driven_policy, journal) == journal
-    # 0.25 without weights. On real processes the nodes take unequal numbers of steps.
-    assert run.model[0] == pytest.approx(0.7, abs=0.2)
+    # 0.25 without weights, 0.7 with equal numbers of steps. On a busy machine they are unequal.
+    assert 0.4 < run.model[0] < 0.95
