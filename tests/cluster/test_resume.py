@@ -88,7 +88,7 @@ def test_a_run_goes_on_under_another_policy(tmp_path: Path) -> None:
     engine = pl.Simulator(4, [pl.delays.Fixed(1.0 + i) for i in range(4)])
     first = pl.Trainer(small, pl.asynchronous(), engine, checkpoints=saves, progress=False)
     before = first.fit(steps=9)
-    ray = pl.Ray(workers=2, cpus=0.1, timeout=60)
+    ray = pl.Ray(workers=2, timeout=60)
     second = pl.Trainer(small, pl.sync(), ray, backups=False, progress=False)
     after = second.resume(tmp_path, allow={"policy"}).fit(steps=15)
     used, again = (
