@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.engines.ray.spread import spread
 from paceline.training.evaluate import Evaluate
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 ROWS = 1003
 DATA = np.random.default_rng(0).normal(size=(ROWS, 3))
 LEARNER = pl.learners.Quadratic((1.0, 0.25, 0.5), noise=0.1, batch_size=8)
