@@ -184,7 +184,8 @@ class World:
             raise DriverKilled
         if self.strikes("term"):
             self.terminate()
-        self.now, _, action = heapq.heappop(self._queue)
+        at, _, action = heapq.heappop(self._queue)
+        self.now = max(self.now, at)  # waiting may have taken a moment longer
         self.count()
         action()
         return True
