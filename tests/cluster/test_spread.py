@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.engines.ray.spread import spread
 from paceline.training.evaluate import Evaluate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = pytest.mark.cluster
 ROWS = 1003
 DATA = np.random.default_rng(0).normal(size=(ROWS, 3))
 LEARNER = pl.learners.Quadratic((1.0, 0.25, 0.5), noise=0.1, batch_size=8)
@@ -30,9 +30,10 @@ def scored(model: Any, indices: Any) -> dict[str, tuple[float, float]]:
 def test_a_run_is_evaluated_in_parts_and_a_lost_one_begins_again(
     ray_workers: pl.Ray, tmp_path: Path
 ) -> None:
-    lost = tmp_path / "lost"
+    lost, driver = tmp_path / "lost", os.getpid()
 
     def score(model: Any, indices: range) -> dict[str, tuple[float, float]]:
+        assert os.getpid() != driver
         if indices.start and not lost.exists():
             lost.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +49,7 @@ def test_a_run_is_evaluated_in_parts_and_a_lost_one_begins_again(
     evaluation = Evaluate(evaluate, every=5)
     options: dict[str, Any] = {"progress": False, "callbacks": [evaluation]}
     run = pl.Trainer(LEARNER, pl.sync(), ray_workers, **options).fit(steps=10)
-    assert lost.exists() and int(lost.read_text()) != os.getpid()
+    assert lost.exists() and int(lost.read_text()) != driver
     assert [done.step for done in run.evaluations] == [5, 10]
     for model, done in zip(models, run.evaluations, strict=True):
         once = scored(model, range(ROWS))

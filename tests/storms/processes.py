@@ -508,7 +508,7 @@ class WorkerProcess(Process):
 class ServerProcess(Process):
     """Has a server in it."""
 
-    calls = frozenset({"set_up", "step", "reduce", "apply", "keep", "give", "show", "write"})
+    calls = frozenset({"set_up", "step", "reduce", "apply", "keep", "give", "show", "write", "up"})
 
     def __init__(self, world: World, name: str, node: str) -> None:
         super().__init__(world, name, node)

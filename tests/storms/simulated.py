@@ -43,7 +43,7 @@ class SimulatedCluster(Cluster):
         self, fleet: Fleet, gpus: Mapping[str, float], fixed: bool, actor: type = Worker
     ) -> Callable[[str], Any]:
         def make(name: str) -> WorkerProcess:
-            nodes = sorted(self.nodes())
+            nodes = sorted(self.nodes() - self._world.leaving) or sorted(self.nodes())
             if name in self._world.unplaced:
                 process = WorkerProcess(self._world, name, "")
                 self._world.wait_for_a_node(process)
@@ -64,7 +64,8 @@ class SimulatedCluster(Cluster):
         return make
 
     def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
-        return lambda: None
+        self._world.tell_leaving = tell
+        return lambda: setattr(self._world, "tell_leaving", lambda nodes: None)
 
     def calls(self) -> Calls:
         return Calls(self._world.inbox, self.clock)

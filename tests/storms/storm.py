@@ -180,7 +180,8 @@ class Storm:
             engine.check_closed()
         except ServersLost as error:  # which takes a lost machine, and then a checkpoint helps
             named = any(all(node in str(error) for node in pair) for pair in self.world.no_routes)
-            lost = self.world.faults["node"] > 0 and not isinstance(error, NoRoute)
+            machines = self.world.faults["node"] + self.world.faults["notice"]
+            lost = machines > 0 and not isinstance(error, NoRoute)
             require(lost or named, "I7", f"processes alone were lost: {error}")
             self.world.no_routes.clear()  # as its reader would see to
             self.servers_lost += 1
@@ -323,7 +324,8 @@ class CheckedJob(RayJob):
     def _check_joined(self) -> None:
         """I14: a worker joins soon after there is a machine for it, however late that is."""
         for name, member in self._pool.members.items():
-            due = member.actor.due if member.actor.alive and not member.joined else None
+            waits = member.actor.alive and not member.joined and not member.draining
+            due = member.actor.due if waits else None
             joins = due is None or self._world.now <= due
             require(joins, "I14", f"{name} had a machine and did not join in {JOINS_IN} s")
 
@@ -394,7 +396,7 @@ class _Calm(Callback):
 
 
 class _Drains(Callback):
-    """Has a worker drain now and then, in every third storm."""
+    """Has a worker drain now and then, in every third storm, or a machine with all on it."""
 
     def __init__(self, engine: CheckedRay, world: World, seed: int) -> None:
         self._engine, self._world = engine, world
@@ -404,6 +406,8 @@ class _Drains(Callback):
         if self._rng is not None and self._rng.random() < 0.2:
             self._world.faults["drain"] += 1
             self._engine.drain(self._rng.choice(self._engine.workers))
+        elif self._rng is not None and self._rng.random() < 0.1:
+            self._world.drain_node(self._rng.uniform(2.0, 30.0))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Task, Work
+from paceline.core.protocol import Start, Task, Work
 from paceline.engines.checks import FAR, NOT_FINITE, ResultCheck, norm_of
 from paceline.engines.ray.servers.events import ServerLost
 from paceline.engines.ray.servers.slices import Kept
@@ -129,6 +129,36 @@ def test_results_that_are_lost_with_a_node_are_computed_again(
         done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
         assert np.allclose(done.models[9], run.model, rtol=0.0 if exact else 1e-9, atol=0.0)
     assert "is computed again" in caplog.text
+
+
+@pytest.mark.parametrize("totals", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_machines_taken_away_after_a_notice_cost_no_task(
+    totals: bool, direct: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slices and workers leave before their machine, and come back where there is another."""
+    caplog.set_level("WARNING")
+    learner = Rolling((1.0, 0.3, 0.1, 0.2, 0.5), noise=0.1, lr=0.04, batch_size=12, totals=totals)
+    world = World(3, Weather(), 4, 20.0, nodes=4, direct=direct)
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
+    counts: list[tuple[int, int]] = []  # of servers, and of machines with workers
+
+    def look(engine: Any = engine) -> None:
+        servers = engine._open.reducer.machine.steps.slots
+        counts.append((len(servers), len(engine._pool.nodes())))
+
+    watch = [AtStep(step, partial(world.drain_node, 30.0)) for step in range(20, 400, 60)]
+    watch += [AtStep(step, look) for step in (19, 24, 79, 440)]
+    given: dict[str, Any] = {"callbacks": watch, "progress": False, "backups": False}
+    run = pl.Trainer(learner, pl.sync(shares=4), engine, **given).fit(steps=440)
+    assert world.faults["notice"] == 7 and len(world.dead) == 7
+    assert counts[0] == (4, 4) and counts[1][0] == 3
+    assert all(servers == machines for servers, machines in counts[2:])
+    started = [c.task for e in run.journal for c in e.commands if isinstance(c, Start)]
+    assert not any(task.attempt > 1 or task.copy_of is not None for task in started)
+    assert not [r for r in caplog.records if "lost" in r.message or "again" in r.message]
+    done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
+    assert np.array_equal(done.models[440], run.model)
 
 
 def test_a_lost_result_is_not_left_with_one_who_waits_for_the_step_that_needs_it(

@@ -147,6 +147,8 @@ class World:
         self.nodes: list[str] = []  # that are up
         self.silent: dict[str, list[Callable[[], None]]] = {}  # lost, and Ray has not noticed yet
         self.dead: set[str] = set()
+        self.leaving: set[str] = set()  # machines that will be taken away
+        self.tell_leaving: Callable[[frozenset[str]], None] = lambda nodes: None
         self._homeless: list[Process] = []  # which wait for a machine
         self._add_nodes(nodes)
         self.slow = set(self.rng.sample(self.nodes, weather.slow))
@@ -229,6 +231,23 @@ class World:
         self.after(self.rng.uniform(0.1, 10), lambda: self._notice(lost))
         self.after(self.rng.uniform(5, 60), lambda: self._add_nodes(1))
 
+    def drain_node(self, seconds: float) -> None:
+        """Give notice of a machine, and take it away after so many seconds."""
+        staying = [node for node in self.nodes if node not in self.leaving]
+        if len(staying) < 2:
+            return
+        node = self.rng.choice(staying)
+        self.faults["notice"] += 1
+        self.leaving.add(node)
+        self.tell_leaving(frozenset(self.leaving))
+        self.after(seconds, partial(self._take_away, node))
+
+    def _take_away(self, node: str) -> None:
+        self.leaving.discard(node)
+        if node in self.nodes:
+            self.lose_node(node)
+        self.tell_leaving(frozenset(self.leaving))
+
     def _notice(self, lost: str) -> None:
         self.dead.add(lost)
         waiting = self.silent.pop(lost)
@@ -250,6 +269,7 @@ class World:
         self.actors.clear()
         self._queue.clear()
         self.inbox.clear()
+        self.leaving.clear()
         self.spoiled.clear()
         self.raised.clear()
         self.raised_once.clear()

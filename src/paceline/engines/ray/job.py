@@ -55,6 +55,7 @@ from paceline.learners.base import for_workers
 
 logger = logger_of(__name__)
 
+_HANDING_OVER, _LOOK = 20.0, 0.1  # seconds that a drained worker keeps its results; between looks
 _MODEL_ATTEMPTS = 3  # how often a worker may fail to get a model before it counts as lost
 
 
@@ -366,21 +367,31 @@ class RayJob:
                 self._events.append(Draining(name))
 
     def drain_nodes(self, nodes: Collection[str]) -> None:
-        """Drain the workers on nodes that will be taken away."""
+        """Drain the workers on nodes that will be taken away, and move the model from there."""
+        self.reducer.leave(nodes)
         places = {name: member.place for name, member in self._pool.members.items()}
         self.drain(n for n, place in places.items() if place is not None and place.node in nodes)
 
     def _let_go(self, name: WorkerId) -> None:
-        """End a drained worker, which has no task, and start another in its place."""
+        """Report a drained worker, which has no task, as left; its process may end later."""
         if (member := self._member(name)) is None:
             return  # its node was faster
         member.joined = False
         if member.call is not None:
             self._calls.drop(member.call)  # of a task that was cancelled
         self._events.append(Left(name))
+        self._replace_drained(member, self._pool.cluster.clock() + _HANDING_OVER)
+
+    def _replace_drained(self, member: Member, until: float) -> None:
+        """End a drained worker once no server needs a result in it, and start another instead."""
+        if not self._pool.is_current(member):
+            return  # its node was faster
+        if self._pool.cluster.clock() < until and self.reducer.has_results_in(member):
+            self._calls.later(_LOOK, partial(self._replace_drained, member, until))
+            return
         self._pool.remove_lost(member)
-        self._pool.trust(name)
-        self._start_again(name)
+        self._pool.trust(member.name)
+        self._start_again(member.name)
 
     def refuse_later(self, token: Token, task: Task, why: str) -> None:
         """Reject a result that was accepted, if the process that computed it is still current."""

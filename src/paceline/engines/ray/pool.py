@@ -57,6 +57,7 @@ class Member:
     def reset(self) -> None:
         """Forget the job that has ended; the process stays."""
         self.busy, self.joined, self.call, self.proven = None, False, None, False
+        self.draining = False
         self.model_version, self.model_bytes, self.refunds = None, None, []
         self.waiting.clear()
         self.released, self.pushes = deque(), True

@@ -6,7 +6,7 @@ The engine knows results by task id only. A `Reducer` holds the vectors and adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -76,6 +76,12 @@ class Reducer(Protocol):
 
     def recover_model(self) -> None:
         """Recover lost parts of the model, after a worker could not get it."""
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """Move the model away from nodes that will be taken away."""
+
+    def has_results_in(self, member: Member) -> bool:
+        """Return whether results that are needed would be lost with the process of a worker."""
 
     def settle(self) -> None:
         """Bring the job's own server to the newest version, wherever the model is kept."""
@@ -158,6 +164,12 @@ class DriverReducer:
 
     def recover_model(self) -> None:
         pass  # the model goes with each call
+
+    def leave(self, nodes: Collection[str]) -> None:
+        pass  # it is in this process
+
+    def has_results_in(self, member: Member) -> bool:
+        return False  # they come with the reply
 
     def settle(self) -> None:
         pass

@@ -187,7 +187,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Add:
-    """Start a server that was removed."""
+    """Start a server that was removed; `CameUp` or `NotUp` follows."""
 
     server: str
 
@@ -302,6 +302,21 @@ class ServerLost:
 
 
 @dataclass(frozen=True)
+class CameUp:
+    """The process of a server without a slice has come up."""
+
+    server: str
+
+
+@dataclass(frozen=True)
+class NotUp:
+    """The process of a server without a slice has not come up."""
+
+    server: str
+    why: str
+
+
+@dataclass(frozen=True)
 class ServerRaised:
     """The code of a server raised an exception."""
 
@@ -357,4 +372,5 @@ SlotEvent: TypeAlias = (
     Started | Reduced | StepTaken | StateKept | HeldTold | CopyLost | ResultsUnusable
 )
 FileEvent: TypeAlias = SliceWritten | SliceNotWritten
-Event: TypeAlias = SlotEvent | FileEvent | Probed | ServerLost | ServerRaised | ModelMissed
+ServerEvent: TypeAlias = ServerLost | ServerRaised | CameUp | NotUp
+Event: TypeAlias = SlotEvent | FileEvent | ServerEvent | Probed | ModelMissed

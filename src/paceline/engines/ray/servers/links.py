@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 import numpy as np
@@ -100,6 +100,17 @@ class Links:
         known = self.left_out.get(server)
         interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
         self.left_out[server] = LeftOut(node, now + interval, interval)
+
+    def without_server(self, fleet: Fleet) -> list[str]:
+        """Return the nodes whose servers are left out now."""
+        return [out.node for server, out in self.left_out.items() if not fleet.has(server)]
+
+    def forget(self, nodes: Collection[str], fleet: Fleet) -> list[str]:
+        """Forget the servers that are left out on nodes that will be taken away; return them."""
+        out = [s for s, out in self.left_out.items() if out.node in nodes and not fleet.has(s)]
+        for server in out:
+            del self.left_out[server]
+        return out
 
     def take_back(self) -> str | None:
         """Return a left-out server whose link is good again, and begin to count anew."""

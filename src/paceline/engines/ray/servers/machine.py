@@ -5,17 +5,19 @@ It reads no clock and makes no call of its own, so that a transcript of events a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import logger_of
 from paceline.core.protocol import Coefficients, Stats, TaskId
 from paceline.engines.ray.servers.events import (
     Add,
+    CameUp,
     CopyLost,
     Event,
     HeldTold,
     ModelMissed,
+    NotUp,
     Probed,
     Reduced,
     Remove,
@@ -33,6 +35,7 @@ from paceline.engines.ray.servers.events import (
 from paceline.engines.ray.servers.files import Files
 from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.links import Links
+from paceline.engines.ray.servers.moves import Moves
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.recovery import Recovery
 from paceline.engines.ray.servers.routes import Routes
@@ -67,6 +70,7 @@ class Machine:
         around = self.routes, placement, fleet, do
         self.recovery = Recovery(settings, self.steps, self.results, *around)
         self.files = Files(settings.layout, self.steps, do)
+        self.moves = Moves(placement, fleet)
 
     def start(self) -> None:
         """Set all servers up."""
@@ -103,6 +107,14 @@ class Machine:
         if lost and task in self.results.again:
             self.recovery.compute_again(self.results.again[task])
 
+    def results_in_use(self) -> Iterator[Result]:
+        """Yield the results that a server may still ask for."""
+        yield from self.results.held.values()
+        for step in self.steps.waiting:
+            yield from step.results
+        if self.steps.history.log and not self.steps.history.last.whole:
+            yield from self.steps.history.log[-1].results
+
     def step(
         self, weights: Mapping[TaskId, Coefficients], keep: bool, lr_scale: float = 1.0
     ) -> None:
@@ -121,6 +133,10 @@ class Machine:
                 self.recovery.lose(server, why)
             case ServerRaised():
                 self.recovery.raised(event)
+            case CameUp(server):
+                self.moves.ready.append(server)
+            case NotUp(server, why):
+                self._give_up(server, why)
             case Probed():
                 self._probed(event)
             case ModelMissed():
@@ -183,13 +199,55 @@ class Machine:
             return
         if (slow := self.links.slow(self.steps.slots)) is not None:
             self._leave_out(slow)
-        elif (back := self.links.take_back()) is not None:
-            self._take_back(back)
+        elif leaving := self.moves.leaving(self.steps.slots):
+            self._move(leaving)
+        elif self.moves.ready:
+            self._cut([*(slot.server for slot in self.steps.slots), self.moves.ready.pop(0)])
         self.steps.begin()
         size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)
         if (probe := self.links.probe(self._fleet, size)) is not None:
             self._do(probe)
+        self._bring_up()
         self._do(Ship())
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """Move the slices away from nodes that will be taken away, before the next step."""
+        self.moves.leave(nodes)
+        for server in self.links.forget(nodes, self._fleet):
+            self.moves.left(server)
+
+    def _move(self, leaving: list[Slot]) -> None:
+        """Cut the model anew among the servers that stay, or start the servers elsewhere."""
+        stay = [slot.server for slot in self.steps.slots if slot not in leaving]
+        if not stay:
+            for slot in leaving:
+                self.recovery.lose(slot.server, "its node will be taken away")
+            return
+        self._cut(stay)
+        for slot in leaving:
+            logger.info("the node of server %s will be taken away: its slice moves", slot.server)
+            self._do(Remove(slot.server))
+            self._placement.release(slot.server)
+            self.moves.left(slot.server)
+            self.links.left_out.pop(slot.server, None)
+
+    def _bring_up(self) -> None:
+        """Start a server that gets a slice when its process is up: until then, steps go on."""
+        if (back := self.links.take_back()) is not None:
+            logger.warning("the link to server %s is good again: it gets a slice", back)
+        else:
+            slow = self.links.without_server(self._fleet)
+            back = self.moves.returning(self.steps.slots, slow)
+        if back is not None:
+            self._do(Add(back))
+
+    def _give_up(self, server: str, why: str) -> None:
+        """End a server whose process did not come up; it is started again later."""
+        logger.warning("server %s did not start (%s): the others keep its slice", server, why)
+        self._do(Remove(server))
+        self._placement.release(server)
+        if server not in self.links.left_out:  # or it returns after good probes
+            self.moves.not_up(server)
 
     def _leave_out(self, slow: Slot) -> None:
         """Cut the model anew among the other servers."""
@@ -203,12 +261,6 @@ class Machine:
         self._cut([slot.server for slot in self.steps.slots if slot is not slow])
         self._do(Remove(slow.server))
         self._placement.release(slow.server)
-
-    def _take_back(self, server: str) -> None:
-        """Cut the model anew among the servers and a left-out server."""
-        logger.warning("the link to server %s is good again: it gets a slice", server)
-        self._do(Add(server))
-        self._cut([*(slot.server for slot in self.steps.slots), server])
 
     def _cut(self, servers: list[str]) -> None:
         self.steps.cut(servers)

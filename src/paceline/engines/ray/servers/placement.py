@@ -19,6 +19,7 @@ class Placement:
     def __init__(self, nodes: Mapping[str, str], workers: Callable[[], Sequence[str]]) -> None:
         self.nodes, self.workers = dict(nodes), workers
         self.cut: set[Pair] = set()  # nodes that cannot fetch objects from each other
+        self.leaving: frozenset[str] = frozenset()  # nodes that will be taken away
         self._failed: dict[str, str] = {}  # the node on which a server failed last
 
     def avoid(self, name: str) -> None:
@@ -33,7 +34,7 @@ class Placement:
     def choose(self, name: str, alive: Collection[str]) -> str | None:
         """Return the node for a new process of a server, and count it there; None if none is alive.
 
-        Candidates are the worker nodes that reach all others. The criteria, in this order:
+        Candidates are the worker nodes that stay and reach all others. The criteria, in this order:
 
         - not the node where the server failed last;
         - the fewest other servers;
@@ -57,6 +58,7 @@ class Placement:
         return any(not self.cut_off(node) for node in alive)
 
     def _candidates(self, alive: Collection[str]) -> Sequence[str]:
+        alive = {*alive} - self.leaving or alive
         workers = [node for node in self.workers() if node in alive]
         for nodes in (workers, sorted(alive)):
             if reaching := [node for node in nodes if not self.cut_off(node)]:

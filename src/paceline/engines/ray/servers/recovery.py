@@ -107,16 +107,14 @@ class Recovery:
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
         call, steps = event.call, self._steps
-        slot, index = call.slot, call.slot.index
-        steps.starting.discard(index)
+        slot = call.slot
+        steps.starting.discard(slot.index)
         slot.newest = steps.copy_of(slot, call.version, call.values, call.state)
         steps.copy_state(slot, event.has_arrays)
         for version in steps.history.versions():
-            same = version.spans[index : index + 1] == [slot.span]
-            if version.number == call.version and same:
+            if version.number == call.version:
                 # The former server's objects may be on another node, and be lost with it.
-                version.slices[index] = call.values
-                version.missing.discard(index)
+                steps.published_again(version, slot, call.values)
         steps.feed(slot)
 
     def lose(self, server: str, why: str) -> None:

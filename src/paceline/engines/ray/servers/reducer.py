@@ -6,7 +6,7 @@ publishes it. The driver handles references alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -152,6 +152,16 @@ class ShardedReducer:
 
     def recover_model(self) -> None:
         self.machine.handle(ModelMissed())
+
+    def leave(self, nodes: Collection[str]) -> None:
+        self.machine.leave(nodes)
+
+    def has_results_in(self, member: Member) -> bool:
+        if not self._processes.transport.direct:
+            return False  # they are in the store of its node
+        life = member.name, member.incarnation
+        found = self.machine.results_in_use()
+        return any((r.token.worker, r.token.incarnation) == life for r in found)
 
     def settle(self) -> None:
         recovery, steps = self.machine.recovery, self.machine.steps

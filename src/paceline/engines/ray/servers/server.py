@@ -203,6 +203,10 @@ class Server(Holder):
         return self._kept[slot][version]
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
+    def up(self) -> None:
+        """Answer as soon as the process is there."""
+
+    @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]
     def show(self, folder: str, token: str, name: str) -> None:
         """Show the driver that this process reads and writes its folder."""
         answer(Path(folder), token, name)

@@ -24,11 +24,13 @@ from paceline.engines.ray.servers.events import (
     Apply,
     AskHeld,
     Call,
+    CameUp,
     CopyLost,
     Event,
     GiveState,
     HeldTold,
     KeepState,
+    NotUp,
     Pieces,
     Probe,
     Probed,
@@ -228,6 +230,7 @@ class Shell:
                 self._pool.remove(server)
             case Add(server):
                 self._pool.add(server)
+                self._await_up(self._pool.members[server])
             case Trust(server):
                 self._pool.trust(server)
             case Report(stats):
@@ -285,6 +288,22 @@ class Shell:
                 self._handle(ServerLost(member.name, why))
 
         self._calls.add(ref, timeout, answered, overdue)
+
+    def _await_up(self, member: Member) -> None:
+        """Report when the process of a server is there, or that it does not come."""
+        seconds = self._processes.start_timeout
+
+        def answered(future: Future[Any]) -> None:
+            error = future.exception(timeout=0)
+            if self._pool.is_current(member):
+                self._handle(CameUp(member.name) if error is None else not_up(reason_of(error)))
+
+        def overdue() -> None:
+            if self._pool.is_current(member):
+                self._handle(not_up(f"it did not come up in {seconds:g} s"))
+
+        not_up = partial(NotUp, member.name)
+        self._calls.add(member.actor.up.remote(), seconds, answered, overdue)
 
     def _keep_state(self, call: KeepState) -> None:
         member = self._pool.members[call.keeper]

@@ -57,6 +57,7 @@ class Steps:
         ]
         self.starting: set[int] = set()  # slots whose server is not up
         self.waiting: deque[Step] = deque()  # steps not yet sent to servers
+        self._cut_anew: dict[int, Object] = {}  # slices of the version at the last cut
         version = self.slots[0].newest.version
         unknown: list[Object | None] = [None] * len(copies)  # until the servers are up
         self.model = Version(version, self.spans, unknown, taken=True)
@@ -235,6 +236,17 @@ class Steps:
         """Return whether a slot is one of the present cut."""
         return slot.index < len(self.slots) and self.slots[slot.index] is slot
 
+    def published_again(self, version: Version, slot: Slot, values: Object) -> None:
+        """Note where a slice of a version is now; a version of another cut needs all of them."""
+        if version.spans == self.spans:
+            version.slices[slot.index] = values
+            version.missing.discard(slot.index)
+            return
+        self._cut_anew[slot.index] = values
+        if len(self._cut_anew) == len(self.slots):
+            version.slices = [self._cut_anew[each.index] for each in self.slots]
+            version.spans, version.missing = self.spans, set()
+
     def cut(self, servers: Sequence[str]) -> None:
         """Cut the model anew among servers. Only between two steps."""
         olds = self.slots
@@ -247,3 +259,4 @@ class Steps:
             self.slots.append(Slot(index, span, server, copy))
         self.history.clear()
         self.starting.clear()
+        self._cut_anew.clear()

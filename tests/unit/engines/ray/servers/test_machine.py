@@ -9,11 +9,13 @@ from paceline.engines.ray.servers.events import (
     Add,
     Apply,
     AskHeld,
+    CameUp,
     CopyLost,
     GiveState,
     HeldTold,
     KeepState,
     ModelMissed,
+    NotUp,
     Probe,
     Probed,
     ReadHeld,
@@ -32,6 +34,7 @@ from paceline.engines.ray.servers.events import (
     Trust,
 )
 from paceline.engines.ray.servers.links import LONGEST_INTERVAL, PROBE_BYTES, PROBE_SECONDS, Links
+from paceline.engines.ray.servers.moves import PAUSE_SECONDS
 from paceline.engines.ray.servers.recovery import ATTEMPTS, NoRoute
 from tests.unit.engines.ray.servers.script import Asked, Script, asked, task_of, token_of
 
@@ -383,15 +386,136 @@ def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
         assert probe in run.step(*WORKERS_OF_THREE)
         run.told(Probed(run.last_probe(), {ways[0]: 0.01, ways[1]: 0.01}))
         finish(run)
+    # Its process starts beside the steps.
     assert run.step(*WORKERS_OF_THREE) == [
+        (TakeStep, "s0", 7),
+        (TakeStep, "s1", 7),
         (Add, "s2"),
-        (SetUp, "s0", 6, (0, 2)),
-        (SetUp, "s1", 6, (2, 6)),
-        (SetUp, "s2", 6, (6, 10)),
+        (Ship,),
+    ]
+    finish(run)
+    assert run.told(CameUp("s2")) == []
+    assert run.step(*WORKERS_OF_THREE) == [
+        (SetUp, "s0", 7, (0, 2)),
+        (SetUp, "s1", 7, (2, 6)),
+        (SetUp, "s2", 7, (6, 10)),
         (Ship,),
     ]
     copy = run.last(SetUp, "s1").copy  # of the slices that meet its own
     assert copy.spans == [(0, 3), (3, 10)] and len(copy.parts) == 4
+
+
+# --- nodes that will be taken away ---------------------------------------------------------------
+
+
+def with_a_leaving_node(node: str) -> Script:
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    run.step(*WORKERS_OF_THREE)
+    finish(run)
+    run.machine.leave({node})
+    return run
+
+
+def test_slices_leave_before_their_node_and_a_server_returns_on_another() -> None:
+    run = with_a_leaving_node("B")
+    assert run.step("w0", "w2") == [
+        (SetUp, "s0", 1, (0, 3)),
+        (SetUp, "s2", 1, (3, 10)),
+        (Remove, "s1"),
+        (Ship,),
+    ]
+    assert run.last(SetUp, "s2").copy.spans == [(2, 6), (6, 10)]
+    run.started("s0")
+    assert run.started("s2") == [(TakeStep, "s2", 2), (Ship,)]
+    finish(run)
+    run.lost.add("B")
+    assert run.step("w0", "w2") == [(TakeStep, "s0", 3), (TakeStep, "s2", 3), (Ship,)]
+    finish(run)
+    run.worker_of["w1"] = "D"
+    assert run.step("w0", "w2")[-2:] == [(Add, "s1"), (Ship,)]
+    assert run.placement.choose("s1", run.alive()) == "D"
+    finish(run)
+    steps_go_on = [(TakeStep, "s0", 5), (TakeStep, "s2", 5), (Ship,)]
+    assert run.step("w0", "w2") == steps_go_on
+    finish(run)
+    run.told(CameUp("s1"))
+    assert run.step("w0", "w2")[:3] == [
+        (SetUp, "s0", 5, (0, 2)),
+        (SetUp, "s2", 5, (2, 6)),
+        (SetUp, "s1", 5, (6, 10)),
+    ]
+
+
+def test_the_version_before_a_move_can_be_had_from_the_servers_that_stay() -> None:
+    """A result on it may be lost with the node, and is then computed again."""
+    run = with_a_leaving_node("B")
+    version = run.machine.steps.model
+    run.step("w0", "w1")
+    run.started("s0")
+    assert len(version.slices) == 3
+    run.started("s2")
+    assert version.spans == [(0, 3), (3, 10)] and version.whole
+    assert version.slices == [run.last(SetUp, s).values for s in ("s0", "s2")]
+    run.lost.add("B")
+    pieces = run.last(TakeStep, "s0").pieces.results
+    lost = [i for i, result in enumerate(pieces) if result.node == "B"]
+    assert run.unusable("s0", lost=lost) == [(Redo, task_of(201, "w1"))]
+
+
+def test_a_server_that_does_not_come_up_is_tried_again_later() -> None:
+    run = with_a_leaving_node("B")
+    run.worker_of["w1"] = "D"
+    assert run.step("w0", "w2")[-2:] == [(Add, "s1"), (Ship,)]
+    run.placement.choose("s1", run.alive())
+    assert run.told(NotUp("s1", "its process died")) == [(Remove, "s1")]
+    for seconds, then in ((PAUSE_SECONDS - 1, []), (1.0, [(Add, "s1")])):
+        for server in ("s0", "s2"):
+            if run.machine.steps.starting:
+                run.started(server)
+        finish(run)
+        run.now += seconds
+        assert [c for c in run.step("w0", "w2") if c[0] is Add] == then
+
+
+def test_servers_that_all_leave_start_on_the_node_that_stays() -> None:
+    run = Script({"s0": "A", "s1": "B"}, WORKERS_OF_THREE)
+    run.all_started()
+    run.machine.leave({"A", "B"})
+    calls = run.step("w2")
+    assert [c[0] for c in calls[:4]] == [Replace, SetUp, Replace, SetUp]
+    assert {run.placement.choose(s, run.alive()) for s in ("s0", "s1")} == {"C"}
+
+
+def test_servers_stay_if_all_nodes_leave() -> None:
+    run = script()
+    run.machine.leave({"A", "B"})
+    assert run.step("w0", "w1") == [(TakeStep, "s0", 1), (TakeStep, "s1", 1), (Ship,)]
+    assert run.placement.choose("s0", {"A", "B"}) in ("A", "B")
+
+
+def test_a_left_out_server_returns_elsewhere_if_its_node_leaves() -> None:
+    run = with_slow_link("C")
+    run.step(*WORKERS_OF_THREE)
+    run.started("s0")
+    run.started("s1")
+    finish(run)
+    run.machine.leave({"C"})
+    run.worker_of["w2"] = "D"
+    assert (Add, "s2") in run.step(*WORKERS_OF_THREE)
+
+
+def test_results_count_as_in_use_until_their_step_is_taken() -> None:
+    run = script()
+    run.answered(task_of(7, "w1"))
+    assert {r.task.id for r in run.machine.results_in_use()} == {7}
+    run.machine.drop(7, lost=False)
+    run.step("w0", "w1")
+    assert {r.task.id for r in run.machine.results_in_use()} == {100, 101}
+    run.taken("s0")
+    assert {r.task.id for r in run.machine.results_in_use()} == {100, 101}
+    run.taken("s1")
+    assert not [*run.machine.results_in_use()]
 
 
 @pytest.mark.parametrize("mine", [1.0, float("inf")])
