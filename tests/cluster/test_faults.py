@@ -102,13 +102,14 @@ def test_under_sync_a_killed_worker_does_not_change_the_trajectory(ray_workers: 
 def test_a_lost_worker_is_created_anew_and_takes_part(
     ray_workers: pl.Ray, codec: Codec | None
 ) -> None:
-    before = ray_workers.pids()
+    before: dict[str, int] = {}
 
     class UntilBack(pl.Callback):
         def stepped(self, progress: pl.Progress) -> None:
             if progress.step == 3:
+                before.update(ray_workers.pids())
                 os.kill(before["w0"], signal.SIGKILL)
-            elif ray_workers.pids().get("w0", before["w0"]) != before["w0"]:
+            elif ray_workers.pids().get("w0") not in (None, before.get("w0")) and before:
                 self.since = getattr(self, "since", progress.step)
                 if progress.step >= self.since + 5:
                     progress.stop("it is back")

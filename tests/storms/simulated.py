@@ -11,6 +11,7 @@ from paceline.engines.kinds import Fleet
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.pool import Cluster, Member, Pool
+from paceline.engines.ray.reclaimed import Notice
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.transport.calls import Stores, Transport
 from paceline.engines.ray.worker import Worker
@@ -66,6 +67,9 @@ class SimulatedCluster(Cluster):
     def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
         self._world.tell_leaving = tell
         return lambda: setattr(self._world, "tell_leaving", lambda nodes: None)
+
+    def listen(self, actor: Any, tell: Callable[[Notice | None], None]) -> None:
+        pass  # the world tells of whole machines
 
     def calls(self) -> Calls:
         return Calls(self._world.inbox, self.clock)

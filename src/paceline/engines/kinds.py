@@ -29,6 +29,8 @@ class Kind:
     runtime_env: Ray's runtime environment of the worker's process.
     max_samples: the samples that fit into a worker's memory; needs a placement such as `BySpeed()`.
     price: of a worker's hour; `Trainer(prices=…)` replaces it.
+    cloud: "aws", "gcp" or "azure". Workers then ask their machine's metadata service every two
+        seconds whether the cloud takes it back, and leave in time.
 
     >>> Kind("cpu", count=(1, 3)).workers
     ('cpu-0', 'cpu-1', 'cpu-2')
@@ -45,6 +47,7 @@ class Kind:
     runtime_env: Mapping[str, Any] | None = None
     max_samples: int | None = None
     price: float | None = None
+    cloud: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -59,6 +62,8 @@ class Kind:
         for name, value in amounts.items():
             if value is not None and not (isfinite(value) and value >= 0):
                 raise ValueError(f"Kind {self.name}: {name}={value!r}: use a finite number >= 0")
+        if self.cloud not in (None, "aws", "gcp", "azure"):
+            raise ValueError(f"Kind {self.name}: cloud={self.cloud!r}: use aws, gcp or azure")
         if reserved := [name for name in ("CPU", "GPU") if name in self.resources]:
             raise ValueError(
                 f"Kind {self.name}: resources names {' and '.join(reserved)}; use cpus= and gpus="

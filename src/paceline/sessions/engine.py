@@ -13,6 +13,7 @@ from paceline.engines.kinds import Fleet
 from paceline.engines.ray.engine import Ray
 from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Cluster, Pool
+from paceline.engines.ray.reclaimed import Notice
 from paceline.engines.ray.worker import Worker
 from paceline.sessions.seats import Seat, Seats
 
@@ -25,6 +26,9 @@ class SeatCluster(Cluster):
 
     def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
         return lambda: None  # a loop of the user's leaves by itself
+
+    def listen(self, actor: Seat, tell: Callable[[Notice | None], None]) -> None:
+        pass
 
     def __init__(self, seats: Seats) -> None:
         super().__init__()

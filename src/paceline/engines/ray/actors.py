@@ -1,15 +1,17 @@
-"""The actors of workers: the options of their kind of machine, and the room that they need."""
+"""The actors of workers and servers: their options, and the room that they need."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import ray
 
 from paceline.engines.kinds import Fleet, Kind
-from paceline.engines.ray.worker import Worker, actor_class
+from paceline.engines.ray.reclaimed import Reclaimed
+from paceline.engines.ray.worker import Worker
 
 _ROUNDING = 1e-6  # of sums of CPUs
 
@@ -27,7 +29,10 @@ def make_workers(
 
     def make(name: str) -> Any:
         options = _options(fleet.kinds[name], usual)
-        return made.options(num_gpus=gpus[name], **options).remote(gpus=gpus[name])
+        given: dict[str, Any] = {"gpus": gpus[name]}
+        if issubclass(actor, Worker):
+            given["reclaimed"] = partial(Reclaimed, fleet.kinds[name].cloud)
+        return made.options(num_gpus=gpus[name], **options).remote(**given)
 
     return make
 
@@ -77,3 +82,16 @@ def _check_room(
                 f"has {there.get(name, 0.0):g}; start Ray on machines that have it, and give "
                 'address="auto"'
             )
+
+
+def actor_class(kind: type, **options: Any) -> Any:
+    """Return the actor class of a worker or a server. Ray's own restarts and retries are off: they
+    would apply a result twice or hide a fault. So are its task events, which cost CPU with every
+    call: the journal has them all."""
+    return ray.remote(
+        enable_task_events=False,
+        concurrency_groups={"control": 1, "report": 1, "notices": 1},
+        max_restarts=0,
+        max_task_retries=0,
+        **options,
+    )(kind)

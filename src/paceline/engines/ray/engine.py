@@ -226,7 +226,7 @@ class Ray:
         under_way.start_clock()
         calls = self._calls
         self._end_watch = cluster.watch(
-            lambda nodes: calls.post(partial(under_way.drain_nodes, nodes))
+            lambda nodes: calls.post(partial(under_way.drains.drain_nodes, nodes))
         )
 
     def _gpus_each(self, learner: Learner) -> dict[WorkerId, float]:
@@ -320,7 +320,7 @@ class Ray:
         drain-node`) do so without this call.
         """
         if self._open is not None:
-            self._calls.post(partial(self._open.drain, workers))
+            self._calls.post(partial(self._open.drains.drain, workers))
 
     def interrupt(self, reason: str) -> None:
         self._calls.post(partial(self._events.append, Interrupted(reason)))

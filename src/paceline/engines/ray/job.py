@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from paceline.core.protocol import (
     Cancel,
     Command,
     Discard,
-    Draining,
     Event,
     Finished,
     Interrupted,
@@ -45,6 +43,7 @@ from paceline.engines.base import Job
 from paceline.engines.checks import NOT_FINITE, ResultCheck, Skipping
 from paceline.engines.kinds import Fleet
 from paceline.engines.ray.calls import Calls
+from paceline.engines.ray.drains import Drains
 from paceline.engines.ray.failures import Raised, reason_of
 from paceline.engines.ray.patience import Patience
 from paceline.engines.ray.pool import Member, Pool
@@ -55,7 +54,6 @@ from paceline.learners.base import for_workers
 
 logger = logger_of(__name__)
 
-_HANDING_OVER, _LOOK = 20.0, 0.1  # seconds that a drained worker keeps its results; between looks
 _MODEL_ATTEMPTS = 3  # how often a worker may fail to get a model before it counts as lost
 
 
@@ -116,6 +114,7 @@ class RayJob:
         self._orders: dict[TaskId, _Order] = {}
         self._homeless: list[TaskId] = []  # tasks that the next idle worker computes again
         self._senders: dict[TaskId, Member] = {}  # the workers of held encoded results
+        self.drains = Drains(pool, calls, events, lambda: self.reducer, self._start_again)
         self._raised = Raised()
         self._check = ResultCheck(job.server.layout.size, job.server.vector.dtype)
         self._skipping = Skipping(job.skip_limit)
@@ -176,7 +175,7 @@ class RayJob:
                 self.reducer.drop(id)
                 self._refund(id)
             case Release(worker):
-                self._let_go(worker)
+                self.drains.let_go(worker)
             case Step(weights, _, keep, lr_scale):
                 self.reducer.step(weights, keep, lr_scale)
                 for id in () if keep else weights:
@@ -295,6 +294,7 @@ class RayJob:
             return
         member.place, member.joined, self._has_joined = future.result(timeout=0), True, True
         self._events.append(Joined(member.name))
+        self.drains.listen(member)
         self._ship(member)
 
     def _finished(self, member: Member, future: Future[Any]) -> None:
@@ -356,42 +356,6 @@ class RayJob:
         if (reason := self._skipping.reason(task)) is not None:
             self._events.append(Interrupted(reason))
         return answer._replace(samples=0, stats={}, skipped=samples)
-
-    def drain(self, names: Iterable[WorkerId]) -> None:
-        """Have workers finish their tasks and leave; each is started again where there is room."""
-        for name in names:
-            member = self._member(name)
-            if member is not None and not member.draining:
-                member.draining = True
-                logger.info("worker %s will be taken away: it finishes its task and leaves", name)
-                self._events.append(Draining(name))
-
-    def drain_nodes(self, nodes: Collection[str]) -> None:
-        """Drain the workers on nodes that will be taken away, and move the model from there."""
-        self.reducer.leave(nodes)
-        places = {name: member.place for name, member in self._pool.members.items()}
-        self.drain(n for n, place in places.items() if place is not None and place.node in nodes)
-
-    def _let_go(self, name: WorkerId) -> None:
-        """Report a drained worker, which has no task, as left; its process may end later."""
-        if (member := self._member(name)) is None:
-            return  # its node was faster
-        member.joined = False
-        if member.call is not None:
-            self._calls.drop(member.call)  # of a task that was cancelled
-        self._events.append(Left(name))
-        self._replace_drained(member, self._pool.cluster.clock() + _HANDING_OVER)
-
-    def _replace_drained(self, member: Member, until: float) -> None:
-        """End a drained worker once no server needs a result in it, and start another instead."""
-        if not self._pool.is_current(member):
-            return  # its node was faster
-        if self._pool.cluster.clock() < until and self.reducer.has_results_in(member):
-            self._calls.later(_LOOK, partial(self._replace_drained, member, until))
-            return
-        self._pool.remove_lost(member)
-        self._pool.trust(member.name)
-        self._start_again(member.name)
 
     def refuse_later(self, token: Token, task: Task, why: str) -> None:
         """Reject a result that was accepted, if the process that computed it is still current."""

@@ -1,15 +1,35 @@
-"""Notices of nodes that will be taken away: `ray drain-node`, and clouds that reclaim machines."""
+"""Nodes that Ray drains: those of `ray drain-node`, and those that a worker has notice of."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
+
+import ray
+from ray._private.state import state
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from paceline.core.logs import logger_of
 
 logger = logger_of(__name__)
 
 _EVERY = 1.0  # seconds between two looks
+_LEFT = 120.0  # seconds that a node may have left; AWS gives two minutes, the others less
+_PREEMPTED = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+
+
+def draining_nodes() -> set[str]:
+    """Return the nodes that Ray will take away."""
+    return set(state.get_draining_nodes())
+
+
+def drain_node(node: str, why: str) -> None:
+    """Have Ray start nothing more on a node, as `ray drain-node` does."""
+    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    accepted, reason = gcs.drain_node(node, _PREEMPTED, why, int(1000 * (time.time() + _LEFT)))
+    if not accepted:
+        logger.warning("Ray may start more processes on node %s: %s", node[:8], reason)
 
 
 class Notices:

@@ -8,25 +8,26 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import ray
 from ray._private.state import actors as actor_table  # the public call needs a dashboard
-from ray._private.state import state as cluster_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.logs import logger_of
 from paceline.core.protocol import TaskId, some_names
 from paceline.engines.kinds import Fleet
-from paceline.engines.ray.actors import make_workers
+from paceline.engines.ray.actors import actor_class, make_workers
 from paceline.engines.ray.calls import Call, Calls
 from paceline.engines.ray.cluster.join import connect, refuse_torchrun, warn_small_stores
-from paceline.engines.ray.notices import Notices
+from paceline.engines.ray.notices import Notices, drain_node, draining_nodes
+from paceline.engines.ray.reclaimed import Notice
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.transport.calls import Direct, Stores, Transport
-from paceline.engines.ray.worker import Place, Token, Worker, actor_class, start_time
+from paceline.engines.ray.worker import Place, Token, Worker, start_time
 from paceline.learners.base import Learner
 
 logger = logger_of(__name__)
@@ -135,11 +136,7 @@ def alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def draining_nodes() -> set[str]:
-    """Return the nodes that Ray will take away."""
-    return set(cluster_state.get_draining_nodes())
-
-
+_LISTENING = 300.0  # seconds until a worker is asked again for notices
 _LONGEST_PAUSE = 30.0  # seconds before a process that keeps failing is started again
 
 
@@ -220,6 +217,19 @@ class Cluster:
     def watch(self, tell: Callable[[frozenset[str]], None]) -> Callable[[], None]:
         """Tell which nodes Ray drains, from a thread; return what ends it."""
         return Notices(draining_nodes, tell).end
+
+    def listen(self, actor: Any, tell: Callable[[Notice | None], None]) -> None:
+        """Tell what a worker learns of its end, or None after a while; from another thread."""
+
+        def answered(future: Future[Any]) -> None:
+            if future.exception(timeout=0) is None:  # or it is gone
+                tell(future.result(timeout=0))
+
+        actor.notice.remote(_LISTENING).future().add_done_callback(answered)
+
+    def drain(self, node: str, why: str) -> None:
+        """Have Ray start nothing more on a node that will be taken away."""
+        drain_node(node, why)
 
     def free_cpus(self) -> float:
         return float(ray.available_resources().get("CPU", 0))

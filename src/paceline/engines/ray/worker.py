@@ -18,6 +18,7 @@ from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.engines.checks import norm_of
+from paceline.engines.ray.reclaimed import Notice, Reclaimed
 from paceline.engines.ray.transport.holder import Holder
 from paceline.engines.ray.transport.incoming import GivenUp, Incoming, timed
 from paceline.engines.ray.transport.link import Address
@@ -139,15 +140,18 @@ class Gone(Exception):
 
 
 class Worker(Holder):
-    """Computes tasks. `actor_class` wraps it by `ray.remote`, so this stays a plain class."""
+    """Computes tasks. `actors.py` wraps it by `ray.remote`, so this stays a plain class."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         place: Callable[[], Place] | None = None,
         gpus: float | None = None,
+        reclaimed: Callable[[], Reclaimed] | None = None,
     ) -> None:
+        """reclaimed: makes what waits for notices that this process will be taken away."""
         hide_gpus(gpus)
+        self._reclaimed = None if reclaimed is None else reclaimed()
         self._clock, self._place = clock, place or here
         self._replica: Replica | None = None
         self._rate: Callable[[int], float] | None = None
@@ -347,6 +351,11 @@ class Worker(Holder):
         """Fetch objects, and return the seconds that each took, as `timed` does."""
         return timed(refs, timeout, self._clock)
 
+    @ray.method(concurrency_group="notices")  # type: ignore[untyped-decorator]
+    def notice(self, seconds: float) -> Notice | None:
+        """Wait for the notice that this process or its machine will be taken away."""
+        return None if self._reclaimed is None else self._reclaimed.wait(seconds)
+
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def abandon(self, token: bytes) -> None:
         """End a task before its next piece of work."""
@@ -383,16 +392,3 @@ def start_time(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
-
-
-def actor_class(kind: type, **options: Any) -> Any:
-    """Return the actor class of a worker or a server. Ray's own restarts and retries are off: they
-    would apply a result twice or hide a fault. So are its task events, which cost CPU with every
-    call: the journal has them all."""
-    return ray.remote(
-        enable_task_events=False,
-        concurrency_groups={"control": 1, "report": 1},
-        max_restarts=0,
-        max_task_retries=0,
-        **options,
-    )(kind)
