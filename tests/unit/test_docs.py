@@ -161,6 +161,31 @@ def test_the_kubernetes_file_has_unequal_workers_and_a_job_on_them() -> None:
     assert all(group["rayStartParams"]["num-cpus"] == "1" for group in groups)
 
 
+def test_the_image_is_that_of_the_kubernetes_file() -> None:
+    cluster, job = yaml.safe_load_all((DOCS / "kuberay.yaml").read_text())
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if re.match("[A-Z]+ ", line)]
+    last = {name: rest for name, rest in steps}  # of several, the last one holds
+    constraints = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['spec']['rayVersion']}" in constraints
+    assert sum(".ci/constraints.txt" in line for line in lines if "pip install" in line) == 2
+    assert job["spec"]["entrypoint"] == f"paceline train {last['WORKDIR']}/train.py"
+    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    assert last["USER"] == str(pod["securityContext"]["fsGroup"]) != "0"
+    assert any(f"--uid {last['USER']} " in line for line in lines if line.startswith("RUN useradd"))
+
+
+def test_the_image_gets_all_that_the_package_is_built_from() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines  # all but the following is left out
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in kept)
+    project = (ROOT / "pyproject.toml").read_text()
+    sources = re.findall(r'^(?:license-files = \[|path = )"(.+?)"', project, re.M)
+    assert set(sources) == {"LICENSE", "README.md"}
+    assert {"pyproject.toml", "src", ".ci/constraints.txt", *sources} <= kept
+
+
 def test_docstrings_become_lists_tables_and_code() -> None:
     spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
     assert spec is not None and spec.loader is not None
