@@ -21,7 +21,7 @@ test:  ## fast tests and doctests, no cluster; what fails is tried once more, an
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --reruns=1 -raR -m "not cluster and not fresh" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
-coverage:  ## branches of core/ and policies/ that their unit tests take; below 90 % is a failure
+coverage:  ## statements and branches of core/ and policies/ in their unit tests; below 90 % is a failure
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 2 --dist worksteal --cov --cov-report= tests/unit/core tests/unit/policies
 	$(PYTHON) -m coverage report --skip-covered --include='*/paceline/core/*'
 	$(PYTHON) -m coverage report --skip-covered --include='*/paceline/policies/*'
