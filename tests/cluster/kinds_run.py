@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 import ray
@@ -13,11 +14,12 @@ import paceline as pl
 from paceline.core.protocol import Finished, Joined, Start
 
 HERE = {"node_ip_address": "127.0.0.2"}  # reachable from this machine alone
-LONGEST = 120.0  # seconds that the run waits for the second machine
+LONGEST = 120.0  # seconds that the run waits for the second machine, once it is to join
+AWAY = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0  # seconds until it joins
 
 
 class Watch(pl.Callback):
-    """Adds the second machine after some steps, and notes when its worker has a result."""
+    """Adds the second machine after some seconds, and notes when its worker has a result."""
 
     def __init__(self, cluster: Cluster, engine: pl.Ray) -> None:
         self._cluster, self._engine = cluster, engine
@@ -25,7 +27,7 @@ class Watch(pl.Callback):
         self.nodes: dict[str, str] = {}
 
     def stepped(self, progress: pl.Progress) -> None:
-        if progress.step == 5:
+        if progress.step >= 5 and progress.seconds >= AWAY and not self.alive_at:
             self._cluster.add_node(
                 **HERE, num_cpus=1, resources={"little": 1}, labels={"kind": "small"}
             )
@@ -64,7 +66,7 @@ def main() -> None:
         began[:] = began or [time.monotonic()]
         return bool(watch.used_at)
 
-    run = trainer.fit(seconds=LONGEST, until=enough)
+    run = trainer.fit(seconds=LONGEST + AWAY, until=enough)
     largest: dict[str, int] = {}
     for entry in run.journal:
         for command in entry.commands:

@@ -12,9 +12,10 @@ import torch
 
 import paceline as pl
 from paceline.core.errors import CheckpointError
-from paceline.core.protocol import Finished, Left, Start
+from paceline.core.protocol import Left
 from paceline.training.checkpoint.files import Files
 from tests.conftest import flat, make_learner, module_of
+from tests.unit.gossip.journals import offsets
 
 RING = pl.gossip.Gossip(
     pl.gossip.ring(4), pl.gossip.Difference(0.5), pl.gossip.OnChange(0.1, every=5)
@@ -27,14 +28,6 @@ def trainer(folder: Path, learner: Any = None, **more: Any) -> pl.Trainer:
     return pl.Trainer(
         learner or make_learner(), RING, engine, checkpoints=saves, progress=False, **more
     )
-
-
-def offsets(run: pl.Run, node: str) -> list[int]:
-    """Return the offsets of a node's finished tasks in its shard."""
-    entries = list(run.journals[node])
-    tasks = {c.task.id: c.task for e in entries for c in e.commands if isinstance(c, Start)}
-    done = [tasks[e.event.task] for e in entries if isinstance(e.event, Finished)]
-    return [offset for task in done for _, offset, _ in task.stretches()]
 
 
 def test_every_node_goes_on_where_it_was(tmp_path: Path) -> None:
