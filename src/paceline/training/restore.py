@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def _checked(
     settings: Settings, place: str, folder: Path, key: bytes | None, allow: frozenset[str]
 ) -> Start:
     """Return the start at a checkpoint; refuse a state that does not fit the settings."""
-    try:
+    with _refusing(place):
         files = Files(folder, key)
         changes = changes_of(settings, place, files.data, allow)
         same_policy = all(change.name != "policy" for change in changes)
@@ -153,14 +154,21 @@ def _checked(
             snapshot = replace(snapshot, engine=None)
         if snapshot.engine is not None:
             _compare_engine(settings, snapshot, server, files)
+    return Start(snapshot, place, changed=tuple(told))
+
+
+@contextmanager
+def _refusing(place: str) -> Iterator[None]:
+    """Refuse a state that fails anywhere, as a forged one may."""
+    try:
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a forged state may fail anywhere
+    except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{place} does not fit this run: {why}; use another checkpoint"
         ) from error
-    return Start(snapshot, place, changed=tuple(told))
 
 
 def _checked_nodes(
@@ -172,7 +180,7 @@ def _checked_nodes(
     allow: frozenset[str],
 ) -> Start:
     """Return the states of all nodes; refuse a state that does not fit the settings."""
-    try:
+    with _refusing(place):
         files = Files(folder, key)
         changes_of(settings, place, files.data, allow)
         states: dict[WorkerId, NodeState] = {}
@@ -183,13 +191,6 @@ def _checked_nodes(
             server.load(snapshot.server)
             check_model(server, own)
             states[node] = NodeState(snapshot.server, snapshot.coordinator)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a forged state may fail anywhere
-        why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"{place} does not fit this run: {why}; use another checkpoint"
-        ) from error
     return Start(files.snapshot(), place, states)
 
 

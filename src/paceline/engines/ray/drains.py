@@ -16,6 +16,7 @@ from paceline.engines.ray.reducer import Reducer
 logger = logger_of(__name__)
 
 _HANDING_OVER = 20.0  # seconds that a drained worker keeps results which servers need
+_ENDING = 2.0  # seconds that a process has to end by itself
 _LOOK = 0.1  # seconds between two looks whether they still do
 
 
@@ -106,6 +107,5 @@ class Drains:
         if self._pool.cluster.clock() < until and self._reducer().has_results_in(member):
             self._calls.later(_LOOK, partial(self._replace, member, until))
             return
-        self._pool.remove_lost(member)
-        self._pool.trust(member.name)
+        self._calls.later(_ENDING, self._pool.release(member))
         self._start_again(member.name)

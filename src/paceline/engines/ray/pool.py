@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import ray
@@ -302,6 +303,14 @@ class Pool:
         self._paused.add(member.name)
         doublings = failures - 1 if distrust else failures - 2
         return min(2.0 ** min(doublings, 10), _LONGEST_PAUSE) if doublings >= 0 else 0.0
+
+    def release(self, member: Member) -> Callable[[], None]:
+        """Have a member end that is not lost; return what makes sure of that later."""
+        self.cluster.kill(member.actor)
+        del self.members[member.name]
+        self._paused.add(member.name)
+        self.trust(member.name)
+        return partial(self._make_sure, member)
 
     def start(self, name: str) -> None:
         """Start a lost member again."""
