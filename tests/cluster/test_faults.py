@@ -320,6 +320,17 @@ def test_a_model_that_is_not_finite_on_anyone_ends_the_run(ray_workers: pl.Ray) 
     assert bool(torch.isfinite(flat(run.model)).all())
 
 
+def test_an_address_that_is_not_used_is_named(
+    ray_workers: pl.Ray, caplog: pytest.LogCaptureFixture
+) -> None:
+    pl.Trainer(heavy_learner(), pl.sync(), ray_workers, progress=False).fit(steps=1)
+    assert not pl.Ray(2, address="127.0.0.9:1")._cluster.connect("127.0.0.9:1", 2, 0)
+    assert "uses that one instead of address='127.0.0.9:1'" in caplog.text
+    caplog.clear()
+    assert not ray_workers._cluster.connect("auto", 2, 0)
+    assert "instead of" not in caplog.text
+
+
 def test_a_drained_worker_finishes_its_task_and_is_replaced() -> None:
     """Nothing is redone: each drained worker leaves after its result."""
     with pl.Ray(workers=3, start_timeout=60) as engine:

@@ -89,14 +89,23 @@ def as_placement(given: object) -> Placement:
 
 
 class Pace:
-    """The speed of each worker in samples a second, smoothed over its tasks."""
+    """The speed of each worker in samples a second, smoothed over its tasks.
 
-    schema = Schema("pace", 1, {"seconds": "_seconds", "total": "_total", "seen": "_seen"})
+    A worker that returns has the speed that it had: it is on a machine of the same kind.
+    """
+
+    schema = Schema(
+        "pace",
+        1,
+        {"seconds": "_seconds", "total": "_total", "seen": "_seen"},
+        added={"away": "_away"},
+    )
 
     def __init__(self, smoothing: float) -> None:
         self._smoothing = smoothing
         self._seconds: dict[WorkerId, float] = {}  # per sample, of each connected worker
-        self._total = 0.0  # sum of the workers' speeds
+        self._away: dict[WorkerId, float] = {}  # the same, of those that left
+        self._total = 0.0  # sum of the speeds of the connected workers
         self._seen = 0.0  # when the last result arrived
 
     def learn(self, view: View, news: Event | Cancel) -> None:
@@ -106,7 +115,11 @@ class Pace:
             case Finished(id):
                 self._seen = view.held[id].at
             case Left(worker) if worker in self._seconds:
-                self._total -= 1 / self._seconds.pop(worker)
+                self._away[worker] = self._seconds.pop(worker)
+                self._total -= 1 / self._away[worker]
+            case Joined(worker) if worker in self._away:
+                self._seconds[worker] = self._away.pop(worker)
+                self._total += 1 / self._seconds[worker]
 
     def _observe(self, worker: WorkerId, seconds: float, ended: bool) -> None:
         before = self._seconds.get(worker)

@@ -139,6 +139,20 @@ def test_lost_work_is_done_again_and_the_batch_stays() -> None:
     assert all(a.offset + a.samples == b.offset for a, b in pairwise(fates))
 
 
+def test_a_worker_that_returns_has_the_speed_that_it_had() -> None:
+    engine = pl.Simulator(
+        4,
+        [pl.delays.Fixed(1.0), pl.delays.Fixed(4.0), pl.delays.Fixed(1.0), pl.delays.Fixed(1.0)],
+        schedule=[(20.3, pl.protocol.Left("w1")), (24.6, pl.protocol.Joined("w1"))],
+    )
+    run = pl.Trainer(problem(65), pl.sync(), engine, progress=False, placement=pl.BySpeed()).fit(
+        steps=40
+    )
+    given = shares(run)
+    first = next(step for step in sorted(given) if step > 20 and "w1" in given[step])
+    assert given[first]["w1"] == given[39]["w1"] == 5  # one of 13: a quarter of the others' 20
+
+
 def test_a_policy_of_its_own_mind_refuses() -> None:
     for policy, why in [
         (pl.coded(1), "takes no placement"),

@@ -71,6 +71,13 @@ def connect(
     # Every call has a callback and a deadline; Ray need not report the objects of failed ones.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if ray.is_initialized():
+        joined = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", joined):
+            logger.warning(
+                "this process is connected to the Ray cluster at %s, and uses that one instead of "
+                "address=%r; call ray.shutdown() before to join another",
+                joined, address,
+            )  # fmt: skip
         if not allow_insecure:
             _refuse_insecure()
         return False
