@@ -1,9 +1,9 @@
 """A fleet that changes: a worker that stops, and workers that will be taken away.
 
-`stopped` trains with eight workers under `k_sync(8)`, so that each step needs all of them. One of
-them is stopped (SIGSTOP) in mid-run, which no connection shows. Idle workers redo its task once it
-is overdue by its own response times. The ratio is that of the longest step from then on to the
-median step before. No sample may be used twice or be lost.
+`stopped` trains with eight workers under `k_sync(8)`, four with `--quick`, so that each step needs
+all of them. One of them is stopped (SIGSTOP) in mid-run, which no connection shows. Idle workers
+redo its task once it is overdue by its own response times. The ratio is that of the longest step
+from then on to the median step before. No sample may be used twice or be lost.
 
 `drained` has one worker after the other finish its task, leave and start again, under `sync()` with
 four workers. No task may be redone. Its steps share the cores with the processes that start.
@@ -32,8 +32,7 @@ from _report import finish, machine, parser, table
 from paceline.core.protocol import Draining, Start
 
 BOUNDS = {"longest_step": 4.0, "samples_twice": 0, "samples_lost": 0, "redone": 0}
-WORKERS = 8
-BATCH = 16 * WORKERS
+BATCH = 128
 
 
 def rows() -> TensorDataset:
@@ -47,7 +46,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def learner() -> pl.TorchLearner:
-    """Return a model whose task takes some tenths of a second on an eighth of two cores."""
+    """Return a model whose task takes some tenths of a second on a fraction of two cores."""
     torch.manual_seed(0)
     wide = [nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)]
     model = nn.Sequential(*wide)
@@ -73,12 +72,12 @@ class Stop(pl.Callback):
                 os.kill(self._pid, signal.SIGCONT)
 
 
-def stopped(steps: int, at: int, worker: str) -> dict[str, Any]:
+def stopped(workers: int, steps: int, at: int, worker: str) -> dict[str, Any]:
     """Train while a worker is stopped after the step `at`; return the lengths of the steps."""
-    with pl.Ray(WORKERS, timeout=600) as engine:
+    with pl.Ray(workers, timeout=600) as engine:
         callbacks = [Stop(engine, worker, at)]
         trainer = pl.Trainer(
-            learner(), pl.k_sync(WORKERS), engine, callbacks=callbacks, progress=False
+            learner(), pl.k_sync(workers), engine, callbacks=callbacks, progress=False
         )
         run = trainer.fit(steps=steps)
     lengths = [after - before for before, after in pairwise([0.0, *run.metrics["seconds"]])]
@@ -109,9 +108,9 @@ def accounts(run: pl.Run) -> dict[str, int]:
 class Drain(pl.Callback):
     """Drains one worker after the other, each when the one before is back."""
 
-    def __init__(self, engine: pl.Ray, times: int) -> None:
+    def __init__(self, engine: pl.Ray, times: int, first: int) -> None:
         self._engine, self._times, self.done = engine, times, 0
-        self._next = 20
+        self._next = first
 
     def stepped(self, progress: pl.Progress) -> None:
         if self.done >= self._times and progress.step >= self._next:
@@ -121,10 +120,10 @@ class Drain(pl.Callback):
             self.done, self._next = self.done + 1, progress.step + 10
 
 
-def drained(times: int) -> dict[str, Any]:
-    """Train while workers drain one after the other; return the lengths of the steps."""
+def drained(times: int, first: int) -> dict[str, Any]:
+    """Train while workers drain from a step on, one by one; return the lengths of the steps."""
     with pl.Ray(4, timeout=600) as engine:
-        drain = Drain(engine, times)
+        drain = Drain(engine, times, first)
         trainer = pl.Trainer(
             learner(), pl.sync(), engine, callbacks=[drain], progress=False, backups=False
         )
@@ -134,7 +133,7 @@ def drained(times: int) -> dict[str, Any]:
     ends = run.metrics["seconds"]
     # The step under way at each notice, and the one after it.
     struck = [bisect(ends, at) + i for at in drains for i in (0, 1)]
-    usual = statistics.median(lengths[2:20])
+    usual = statistics.median(lengths[2:first])
     at_notice = [lengths[i] / usual for i in struck if i < len(lengths)]
     print(f"\nelastic: 4 workers under sync(), {drain.done} drained one after the other")
     found = accounts(run)
@@ -147,8 +146,9 @@ def drained(times: int) -> dict[str, Any]:
 
 
 def stopped_often(quick: bool) -> dict[str, Any]:
-    found = [stopped(40, 24, f"w{trial}") for trial in range(1 if quick else 5)]
-    print(f"\nelastic: {WORKERS} workers under k_sync({WORKERS}), one is stopped")
+    workers, steps, at = (4, 24, 14) if quick else (8, 40, 24)
+    found = [stopped(workers, steps, at, f"w{trial}") for trial in range(1 if quick else 5)]
+    print(f"\nelastic: {workers} workers under k_sync({workers}), one is stopped")
     names = ["usual_step", "longest_step", "later_steps", "redone", "samples_twice", "samples_lost"]
     table(
         ["trial", "usual step (s)", "longest", "later", "redone", "used twice", "lost"],
@@ -168,7 +168,7 @@ def main() -> None:
         ok = statistics.median(found["longest_step"]) <= BOUNDS["longest_step"]
         ok = ok and not sum(found["samples_twice"]) and not sum(found["samples_lost"])
     if arguments.part in (None, "drained"):
-        found = figures["drained"] = drained(2 if arguments.quick else 20)
+        found = figures["drained"] = drained(*((1, 10) if arguments.quick else (20, 20)))
         ok = ok and not (found["redone"] or found["samples_twice"] or found["samples_lost"])
     finish("elastic", figures, BOUNDS, ok, machine("ray", "torch"), arguments.quick)
 
