@@ -167,6 +167,10 @@ def test_a_lost_result_is_not_left_with_one_who_waits_for_the_step_that_needs_it
     play(5191, tmp_path, "servers")  # the storm that found it: it had no end
 
 
+def test_a_model_that_stayed_on_a_node_is_known_to_be_lost_with_it(tmp_path: Path) -> None:
+    play(200907, tmp_path)  # the storm that found it: its server had left before
+
+
 def test_what_a_lost_server_says_that_it_keeps_is_not_relied_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

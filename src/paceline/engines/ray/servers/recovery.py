@@ -183,6 +183,10 @@ class Recovery:
             node = slot.newest.node
             if slot.index not in self._steps.starting and node is not None and node not in alive:
                 self.recover(slot)
+        for version in self._versions():  # a slice may have stayed where its server has left
+            lost = [i for i, node in version.nodes.items() if node and node not in alive]
+            if not all(self._steps.makes_again(version, index) for index in lost):
+                version.gone = True
 
     def recover(self, slot: Slot) -> None:
         """Have a server start again from the newest copy that is left."""

@@ -48,6 +48,7 @@ class Version:
     taken: bool = False  # whether all servers have taken the step to it, lost ones as well
     missing: set[int] = field(default_factory=set)  # slices that were lost with their node
     gone: bool = False  # whether such a slice cannot be recovered
+    nodes: dict[int, str] = field(default_factory=dict)  # of its slices, as far as is known
 
     @property
     def known(self) -> bool:

@@ -143,6 +143,7 @@ class Steps:
         """Name the values and the state that a server is about to make."""
         values, state = Object(), Object()
         step.model.slices[slot.index], step.states[slot.index] = values, state
+        step.model.nodes[slot.index] = self.node(slot)
         return values, state
 
     def taken(self, event: StepTaken) -> None:
@@ -240,12 +241,19 @@ class Steps:
         """Note where a slice of a version is now; a version of another cut needs all of them."""
         if version.spans == self.spans:
             version.slices[slot.index] = values
+            version.nodes[slot.index] = self.node(slot)
             version.missing.discard(slot.index)
             return
         self._cut_anew[slot.index] = values
         if len(self._cut_anew) == len(self.slots):
             version.slices = [self._cut_anew[each.index] for each in self.slots]
+            version.nodes = {each.index: self.node(each) for each in self.slots}
             version.spans, version.missing = self.spans, set()
+
+    def makes_again(self, version: Version, index: int) -> bool:
+        """Return whether the server of a slice has this version, or will take the step to it."""
+        same = version in self.history.versions() and version.spans == self.spans
+        return same and version.number >= self.slots[index].newest.version
 
     def cut(self, servers: Sequence[str]) -> None:
         """Cut the model anew among servers. Only between two steps."""
