@@ -17,6 +17,7 @@ from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Journal
 from paceline.core.ledger import Ledger
 from paceline.core.protocol import Stat, Step, Stepped
+from paceline.core.schema import load_state, save_state
 from paceline.policies.choosers import (
     Chooser,
     GrowOnNoise,
@@ -195,8 +196,8 @@ def test_a_bound_needs_possible_constants(given: dict[str, Any], message: str) -
 
 def test_the_counter_goes_up_and_down() -> None:
     chooser = GrowWhenStationary(2, 9, step=3, threshold=1, burn_in=0)
-    # The first product is none; then -1, 0, -1, 0, 1 and 2, which is above 1.
-    assert tell(chooser, 0.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0) == [2, 2, 2, 2, 2, 2, 5]
+    # The first product is none; then 0 twice, not -2, then 1, 0, 1 and 2, which is above 1.
+    assert tell(chooser, 0.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0) == [2, 2, 2, 2, 2, 2, 5]
     # Step 8 is begun with two, 9 is the first with five, and 10 the first that is compared to it.
     assert tell(chooser, -1.0, -1.0, -1.0, -1.0, since=7) == [5, 5, 5, 8]
     assert tell(chooser, *[-1.0] * 9, since=11)[-1] == 9 == chooser.most  # and not 11
@@ -233,6 +234,19 @@ def test_at_a_standstill_k_grows() -> None:
     # Noise and curvature let the loss be 20 * lr / (2 - lr) / 2 = 0.53 in the end.
     assert run.metrics["loss"][min(found) - 50 : min(found)].mean() < 1.0
     assert run.metrics["loss"][-200:].mean() < 0.5 * 0.53  # a quarter with four
+
+
+def test_k_grows_soon_after_a_long_descent() -> None:
+    """The gradient of 100 at the start is below the noise of 1 after ln 100 / lr = 460 steps."""
+    run = fit(GrowWhenStationary(1, 2), 1400, workers=2, start=100.0, lr=0.01)
+    (first,) = growth(run.journal)
+    assert 460 < first < 1400
+
+
+def test_a_counter_of_an_older_checkpoint_may_be_negative() -> None:
+    chooser = GrowWhenStationary(1, 2, threshold=1, burn_in=0)
+    load_state(chooser, {**save_state(chooser), "state": {"k": 1, "changed_at": 0, "count": -900}})
+    assert tell(chooser, -1.0, -1.0, -1.0, since=1) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("workers", [2, 4])
