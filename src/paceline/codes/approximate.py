@@ -234,10 +234,14 @@ class _Covered:
 
 @dataclass(frozen=True)
 class Stochastic(_Rows):
-    """Stochastic gradient coding: no decoder, each part is sent weighted by 1 / (d_j (1 - p)).
+    """Stochastic gradient coding: each part is sent weighted by 1 / (d_j (1 - p)).
 
-    The sum is unbiased if each row is missing with probability p, for any d_j holders of part j.
-    After Bitar, Wootters and El Rouayheb, "Stochastic gradient coding", 2019.
+    Decoding only scales the sum of r answers by n (1 - p) / r. A row is among the first r of n
+    equally fast rows with probability r / n. So the estimate is unbiased for every r >= 1, and for
+    any d_j holders of part j. At r = n (1 - p) the scale is 1, as in "Stochastic gradient coding"
+    (Bitar, Wootters and El Rouayheb, 2019).
+
+    probability: p; the collector is ready after n - round(n p) answers.
     """
 
     n: int
@@ -264,7 +268,8 @@ class Stochastic(_Rows):
         return Counted(range(self.n), self.n - self.stragglers)
 
     def _weights(self, here: Mask) -> Floats:
-        return here.astype(np.float64)
+        scale = self.n * (1 - self.probability) / max(int(here.sum()), 1)
+        return np.where(here, scale, 0.0)
 
 
 def _check(n: int, stragglers: int, holders: Holders) -> None:

@@ -198,14 +198,14 @@ class GrowWhenStationary(_Grows):
 
     Far from the optimum, successive steps point the same way. In the stationary phase noise moves
     the model back and forth, and the inner product of steps is negative more often than not. A
-    counter goes up by 1 with each negative product and down by 1 with each other one, but never
-    below 0. Once it is above `threshold`, more than `burn_in` steps after the last change, k grows
-    and the counter restarts. Pflug (1990); for k as in Kas Hanna et al. (2020, arXiv 2002.11005).
+    counter goes up by 1 with each negative product and down by 1 with each other one, not below 0.
+    Once it is above `threshold`, more than `burn_in` steps after the last change, k grows and the
+    counter restarts. Pflug (1990); for k as in Kas Hanna et al. (2020, arXiv 2002.11005).
 
     With a learning rate lr and a curvature h the product is negative with probability 1/2 +
     asin(lr h / 2) / pi in one dimension. So `threshold` should be several times 1 / (lr h).
-    The bound at 0 is that of a CUSUM test (Page, 1954). Without it, a descent of many steps would
-    have to be made up for at a rise of only 2 asin(lr h / 2) / pi per step.
+    The bound at 0 is that of a CUSUM test (Page, 1954). Without it, a long descent would take the
+    counter far below 0, from where it rises slowly.
 
     lag: the steps between the two factors. Under a staleness of d versions it must be d + 1. At
         every shorter lag the product stays positive in the stationary phase, and k never grows.

@@ -46,7 +46,8 @@ class Coded(Policy):
     code: a code with one row per worker; or a function that makes a code for a number of workers.
         The function makes a new code for the connected workers once a row had no worker for
         `patience` steps. It also does so when there are more workers than rows.
-    wait: results after which an approximate code decodes; an exact code needs no such number.
+    wait: the number of results to decode from, for an approximate code. None: the code decides.
+        It takes n - s results, and `Replicated` takes fewer as soon as every group has answered.
     verify: extra results beyond those that suffice to decode. With 1, a wrong gradient of a worker
         is detected and the step fails. With 2, the wrong result is identified and left out, and
         its worker is counted in `suspects`. At most the code's stragglers. It takes n decodings a
@@ -96,10 +97,10 @@ class Coded(Policy):
             raise ValueError(
                 f"batch_size={batch} cannot be cut into {code.parts} parts; use at least that many"
             )
-        if not code.exact and self.wait is None:
+        if self.wait is not None and not 1 <= self.wait <= n:
             raise ValueError(
-                "an approximate code decodes from any number of answers; set how many to wait "
-                f"for: Coded(code, wait={n - code.stragglers})"
+                f"wait={self.wait}: {n} workers return at most {n} results; use wait from 1 to "
+                f"{n}, or no wait= to take {n - code.stragglers}"
             )
         if self.verify and (not code.exact or self.wait is not None):
             raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import combinations
-from math import comb
+from itertools import combinations, permutations
+from math import comb, factorial
 
 import numpy as np
 import pytest
@@ -181,21 +181,57 @@ def test_lost_groups_are_made_up_for() -> None:
     assert code.estimate([]).error == 1.0
 
 
-def test_stochastic_coding_is_unbiased() -> None:
-    """The mean over all outcomes is exact, and the variance per part is p / (d (1 - p))."""
-    p, n = 0.25, 6
-    code = Stochastic(n, scattered(n, 6, 2, seed=3), p)
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.5])
+def test_stochastic_coding_is_unbiased_from_any_number_of_answers(p: float) -> None:
+    """Over all sets of r rows the mean is exact; the variance is that of a hypergeometric count."""
+    n, copies = 6, 2
+    code = Stochastic(n, scattered(n, 6, copies, seed=3), p)
     b = coefficients(code)
-    mean, variance = np.zeros(6), 0.0
-    for count in range(n + 1):
-        for rows in combinations(range(n), count):
-            chance = (1 - p) ** count * p ** (n - count)
-            assert code.decode(rows) == dict.fromkeys(rows, (1.0,))
-            mean += chance * b[list(rows)].sum(axis=0)
-            variance += chance * code.estimate(rows).error
+    for r in range(1, n + 1):
+        mean, variance = np.zeros(6), 0.0
+        for rows in combinations(range(n), r):
+            weights = [code.decode(rows)[row][0] for row in rows]
+            mean += weights @ b[list(rows)] / comb(n, r)
+            variance += code.estimate(rows).error / comb(n, r)
             assert code.estimate(rows).error == pytest.approx(squared(code, rows))
-    np.testing.assert_allclose(mean, np.ones(6), atol=1e-12)
-    assert variance == pytest.approx(p / (2 * (1 - p)))
+        np.testing.assert_allclose(mean, np.ones(6), atol=1e-12)
+        assert variance == pytest.approx((n - r) * (n - copies) / (r * copies * (n - 1)), abs=1e-12)
+    assert code.estimate([]).error == 1.0
+
+
+def test_the_sum_of_as_many_answers_as_expected_is_not_scaled() -> None:
+    code = Stochastic(8, scattered(8, 6, 3, seed=1), 0.25)
+    assert code.decode([0, 1, 3, 4, 5, 7]) == dict.fromkeys([0, 1, 3, 4, 5, 7], (1.0,))
+    assert [value for (value,) in code.row(0).values()] == pytest.approx(
+        [1 / (3 * 0.75)] * len(code.row(0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "counts"),
+    [
+        (Replicated(6, 2, 2), {3, 4}),
+        (Replicated(6, 3, 4), {2}),
+        (Stochastic(6, scattered(6, 6, 2, 3), 0.25), {4}),
+    ],
+)
+def test_over_all_orders_of_arrival_the_estimate_is_the_sum(
+    code: Approximate, counts: set[int]
+) -> None:
+    """The collector decides when to decode, so that the number of answers is random."""
+    b = coefficients(code)
+    total, used = np.zeros(code.parts), set()
+    for order in permutations(range(code.n)):
+        collector = code.collector()
+        rows: list[int] = []
+        while not collector.ready:
+            rows.append(order[len(rows)])
+            collector.add(rows[-1])
+        decoded = code.decode(rows)
+        total += sum(w * b[row] for row, (w,) in decoded.items())
+        used.add(len(rows))
+    np.testing.assert_allclose(total / factorial(code.n), np.ones(code.parts), atol=1e-12)
+    assert used == counts
 
 
 def test_when_enough_answered() -> None:

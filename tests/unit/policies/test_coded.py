@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from math import fsum
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +15,27 @@ import torch
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.codes.approximate import Replicated, graph
+from paceline.codes.approximate import Replicated, Stochastic, graph
 from paceline.codes.base import Code
 from paceline.codes.blocks import sketch
 from paceline.codes.dual import by_speed
 from paceline.codes.generators import best, repetition
 from paceline.codes.groups import Grouped
+from paceline.codes.placements import scattered
 from paceline.core.coordinator import Coordinator
 from paceline.core.journal import Entry, Journal
-from paceline.core.protocol import Cancel, Discard, Event, Finished, Joined, Left, Start, Step, Task
+from paceline.core.protocol import (
+    Cancel,
+    Discard,
+    Event,
+    Finished,
+    Joined,
+    Left,
+    Start,
+    Step,
+    Task,
+    magnitude,
+)
 from paceline.data.partition.base import Partition
 from paceline.learners.arrays import ArrayReplica
 from paceline.learners.base import Array, Outcome, Proceed
@@ -166,6 +180,56 @@ def test_an_approximate_code_decodes_what_has_come() -> None:
     assert run.steps == 40
     assert run.metrics["loss"][-1] < run.metrics["loss"][0]
     assert all(count <= 6 for count in run.metrics["results"])
+
+
+def test_an_approximate_code_steps_once_every_group_has_answered() -> None:
+    """The three groups have answered after three of six results; a fourth would add nothing."""
+    policy = pl.policies.MinWorkers(6, pl.policies.Coded(Replicated(6, 2, 1)))
+    script = [*joined(6), *((1.0 + i, Done(f"w{i}")) for i in (0, 3, 5))]
+    entries = transcript(policy, script, batch=12)
+    (step,) = (c for entry in entries for c in entry.commands if isinstance(c, Step))
+    assert list(step.weights.values()) == [(1 / 6,)] * 3  # the mean of six parts, exact
+
+
+def test_an_approximate_code_steps_without_a_group_after_enough_answers() -> None:
+    policy = pl.policies.MinWorkers(6, pl.policies.Coded(Replicated(6, 2, 3)))
+    script = [*joined(6), *((1.0 + i, Done(f"w{i}")) for i in (0, 1, 2))]
+    (step,) = (
+        c
+        for entry in transcript(policy, script, batch=12)
+        for c in entry.commands
+        if isinstance(c, Step)
+    )
+    assert list(step.weights.values()) == [(1.5 / 6,)] * 2  # groups 0 and 1, for group 2 as well
+
+
+def test_covered_steps_are_those_of_sync_and_sooner_than_a_fixed_wait() -> None:
+    """No group of two is ever lost if one worker may be missing."""
+    delays = pl.delays.Exponential(1.0)
+    covered = fit(pl.policies.Coded(Replicated(8, 2, 1)), pl.Simulator(8, delays), 32)
+    waited = fit(pl.policies.Coded(Replicated(8, 2, 1), wait=7), pl.Simulator(8, delays), 32)
+    exact = fit(pl.sync(), pl.Simulator(8, delays), 32)
+    np.testing.assert_allclose(covered.model, exact.model, atol=1e-12)
+    assert covered.seconds < 0.8 * waited.seconds
+
+
+@pytest.mark.parametrize("wait", [2, 4, 6, None])
+def test_a_stochastic_code_is_unbiased_at_any_wait(wait: int | None) -> None:
+    """A constant gradient of 1, whose estimates are the sums of weights and coefficients."""
+    code = Stochastic(6, scattered(6, 6, 2, seed=3), 0.25)
+    policy = pl.policies.Coded(code, wait=wait)
+    engine = pl.Simulator(6, pl.delays.Exponential(1.0))
+    run = pl.Trainer(logistic(12), policy, engine, progress=False).fit(steps=400)
+    sums = {i: sum(value for (value,) in code.row(i).values()) for i in range(code.n)}
+    rows: dict[int, Any] = {task.id: task.work.tag for task in started(run.journal)}
+    steps = [c for entry in run.journal for c in entry.commands if isinstance(c, Step)]
+    estimates = [
+        fsum(magnitude(weight) * sums[rows[id]] for id, weight in step.weights.items())
+        for step in steps
+    ]
+    error = np.std(estimates) / len(estimates) ** 0.5
+    assert len(estimates) == 400
+    assert np.mean(estimates) == pytest.approx(1.0, abs=4 * error + 1e-12)
 
 
 # --- who has which row ---------------------------------------------------------------------------
@@ -375,8 +439,8 @@ def test_nothing_is_kept_of_parts_that_were_lost() -> None:
         ),
         (pl.coded(1, 1), None),
         (
-            pl.policies.Coded(graph(6, 2, 1)),
-            r"decodes from any number of answers; set how many to wait for: Coded\(code, wait=5\)",
+            pl.policies.Coded(graph(6, 2, 1), wait=7),
+            "wait=7: 6 workers return at most 6 results; use wait from 1 to 6, or no wait= to",
         ),
         (pl.coded(1, 1, verify=2), "verify=2: this code tolerates 1 stragglers"),
         (
