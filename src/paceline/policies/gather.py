@@ -50,8 +50,9 @@ def in_order(results: Iterable[Result]) -> list[Result]:
 def mean(view: View, results: Collection[Result]) -> dict[TaskId, float]:
     """Weight results by their samples, so the step is the mean gradient of all samples.
 
-    A result of H local steps already moves about H times as far as one. So it has the weight of
-    its samples per local step.
+    A result of H local steps of b samples is the sum of H gradients, each a mean over b samples.
+    Its weight is b, its samples per local step. Then each of its H b samples counts the same as
+    each sample of any other result. With weight H b, a result would count H times too much.
     """
     sizes = {result.task.id: _per_local_step(result) for result in in_order(results)}
     total = sum(sizes.values())

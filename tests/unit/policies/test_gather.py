@@ -472,3 +472,23 @@ def test_results_weigh_by_samples_per_local_step(
 ) -> None:
     weights = mean(None, results)  # type: ignore[arg-type]
     assert list(weights.values()) == pytest.approx(expected)
+
+
+def test_every_sample_counts_the_same_whatever_the_local_steps() -> None:
+    """One worker takes 1 local step and one 4, of 8 samples each: an epoch of 40 samples.
+
+    With a tiny learning rate the local models stay the same. The step is then the mean gradient of
+    all 40, times the mean number of local steps, 40 / 16.
+    """
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(40, 3)), rng.choice([-1.0, 1.0], 40)
+    learner = pl.learners.Logistic(features, labels, lr=1e-9, batch_size=16)
+
+    def work(view: pl.protocol.View, worker: str) -> Work:
+        return Work(samples=8, steps=4 if worker == "w1" else 1)
+
+    policy = pl.policies.Gather(2, work=work)
+    run = pl.Trainer(learner, policy, pl.Simulator(2), progress=False).fit(steps=1)
+    # The gradient at 0 of log(1 + exp(-y a.x)) is -y a / 2.
+    gradient = (-labels[:, None] * features / 2).mean(axis=0)
+    np.testing.assert_allclose(run.model, -1e-9 * 40 / 16 * gradient, rtol=1e-6)

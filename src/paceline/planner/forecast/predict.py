@@ -47,10 +47,19 @@ def fewest_steps(modes: Modes, batch: int, learning_rate: float, target: float) 
 
 
 def _fresh(modes: Modes, timeline: Timeline, rate: float) -> Callable[[float], float]:
+    weight, variance = _applied(timeline)
+    return _excess(modes, rate, weight, variance, timeline.reads[0][0].steps)
+
+
+def _applied(timeline: Timeline) -> tuple[float, float]:
+    """Return the mean weight of a step, and the variance of its noise relative to weight².
+
+    Results of weights w_i and variances v_i add up to a noise of Σ w_i² v_i.
+    """
     reads = [read for each in timeline.reads for read in each]
     weight = sum(read.weight for read in reads) / len(timeline)
-    variance = sum(read.variance * read.weight for read in reads) / len(timeline)
-    return _excess(modes, rate, weight, variance, reads[0].steps)
+    noise = sum(read.weight**2 * read.variance for read in reads) / len(timeline)
+    return weight, noise / weight**2
 
 
 def _excess(
@@ -77,10 +86,9 @@ def _stale(modes: Modes, timeline: Timeline, rate: float) -> Callable[[float], f
     """Return the excess loss as a function of seconds, by the characteristic root of each mode."""
     interval = timeline.seconds / len(timeline)
     # A delay of d + 1/2 steps, and not of d + 1, approximates x(k+1) = x(k) - a x(k-d) best.
-    kernel = measured([max(delay - interval / 2, interval / 2) for delay, _ in timeline.delays])
-    weight = sum(read.weight for reads in timeline.reads for read in reads) / len(timeline)
-    variance = sum(r.variance * r.weight for reads in timeline.reads for r in reads)
-    variance /= weight * len(timeline)
+    seconds = [max(delay - interval / 2, interval / 2) for delay, _ in timeline.delays]
+    kernel = measured(seconds, weights=[weight for _, weight in timeline.delays])
+    weight, variance = _applied(timeline)
     rates, left = np.empty(modes.curvature.size), np.empty(modes.curvature.size)
     known: dict[tuple[float, float], tuple[float, float]] = {}
     for place, pair in enumerate(zip(modes.curvature, modes.noise * variance, strict=True)):

@@ -24,19 +24,27 @@ from paceline.planner.theory.kernels import (
 MOST = 256  # limit of atoms for a sample or a heavy tail: a root then takes 10 to 50 ms
 
 
-def measured(seconds: Sequence[float], most: int = MOST) -> Atoms:
+def measured(
+    seconds: Sequence[float], most: int = MOST, weights: Sequence[float] | None = None
+) -> Atoms:
     """Return the kernel of measured response times.
 
     More than `most` of them are sorted into `most` groups of equal size. Each group is replaced by
     its mean, which preserves the mean of all.
+
+    weights: of the gradients with these times, if a policy applies them with different factors.
     """
-    ordered = np.sort(np.asarray(seconds, dtype=np.float64))
+    times = np.asarray(seconds, dtype=np.float64)
     if most < 1:
         raise ValueError(f"most={most}: keep at least 1 atom; {MOST} are plenty")
-    if ordered.size <= most:
-        return Atoms(ordered.tolist())
-    groups = np.array_split(ordered, most)
-    return Atoms([float(group.mean()) for group in groups], [group.size for group in groups])
+    shares = np.ones(times.size) if weights is None else np.asarray(weights, dtype=np.float64)
+    order = np.argsort(times, kind="stable")
+    times, shares = times[order], shares[order]
+    if times.size <= most:
+        return Atoms(times.tolist(), shares.tolist())
+    pairs = zip(np.array_split(times, most), np.array_split(shares, most), strict=True)
+    groups = [(float(np.average(at, weights=share)), float(share.sum())) for at, share in pairs]
+    return Atoms([at for at, _ in groups], [share for _, share in groups])
 
 
 def rate_weighted(kernels: Sequence[Kernel]) -> Kernel:

@@ -157,8 +157,8 @@ def variance(damping: float, kernel: Kernel, noise: float = 1.0) -> float:
 def hitting_time(start: float, level: float, *, rate: float, floor: float = 0.0) -> float:
     """Return the seconds until a quantity that decays at twice the rate to a floor is at a level.
 
-    T = ln(start / (level - floor)) / (2 rate), for squared distances as well as for losses; `inf`
-    if the level is not above the floor.
+    From y' = -2 rate (y - floor), T = ln((start - floor) / (level - floor)) / (2 rate). It is for
+    squared distances as well as for losses; `inf` if the level is not above the floor.
     """
     if not (start > 0 and level > 0):
         raise ValueError(f"start={start!r}, level={level!r}: both must be > 0")
@@ -166,7 +166,7 @@ def hitting_time(start: float, level: float, *, rate: float, floor: float = 0.0)
         return 0.0
     if level <= floor or rate <= 0:
         return inf
-    return max(log(start / (level - floor)) / (2 * rate), 0.0)
+    return log((start - floor) / (level - floor)) / (2 * rate)
 
 
 def _zeros(function: Callable[[Real], Real], start: float, end: float) -> list[float]:

@@ -304,6 +304,40 @@ def test_theory_without_staleness_is_exact() -> None:
     assert predicted_seconds(modes, timeline, 0.2, 0.4 * left) == inf
 
 
+def timed_profile(*delays: Delay) -> pl.planner.Profile:
+    """Return a profile of times only."""
+    workers = {
+        f"w{i}": pl.planner.WorkerProfile(delay, pl.delays.Link()) for i, delay in enumerate(delays)
+    }
+    return pl.planner.Profile(workers, BATCH, 8, pl.Prices(1.0), None)
+
+
+def test_theory_weighs_the_delays_of_damped_asynchrony() -> None:
+    """Slow workers have a staleness of about 60, and so 1/61 of the weight."""
+    modes = Modes(np.array([1.0]), np.array([1.0]), np.array([0.0]), 0.0)
+    delays = [pl.delays.Fixed(0.02)] * 4 + [pl.delays.Fixed(0.31)] * 4
+    timeline = Timeline(pl.asynchronous(), timed_profile(*delays))
+    timeline.reach(800)
+    losses = [float(loss[0]) for loss in descend(modes, [0.2], timeline.reads, 0)]
+    first = next(step for step, loss in enumerate(losses) if loss <= 1e-3)
+    seconds = predicted_seconds(modes, timeline, 0.2, 1e-3)
+    assert seconds == pytest.approx(timeline.at(first)[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "off"), [(pl.k_async(3), 0.1), (pl.k_async(2), 0.1), (pl.asynchronous(), 0.25)]
+)
+def test_theory_adds_the_noise_of_weighted_results(policy: pl.policies.Gather, off: float) -> None:
+    """Far beyond the start only the noise is left, which the steps of a timeline show."""
+    modes = Modes(np.array([1.0]), np.array([1.0]), np.array([4.0]), 0.0)
+    timeline = Timeline(policy, timed_profile(*[pl.delays.Exponential(0.02)] * 8))
+    timeline.reach(2000)
+    losses = [float(loss[0]) for loss in descend(modes, [0.1], timeline.repeated(12_000), 1)]
+    left = float(np.mean(losses[500:]))
+    assert predicted_seconds(modes, timeline, 0.1, (1 + off) * left) < inf
+    assert predicted_seconds(modes, timeline, 0.1, (1 - off) * left) == inf
+
+
 def test_a_loss_falls_as_it_was_seen_to() -> None:
     surface = pl.planner.Surface(
         2.0, 0.3, 0.0, tuple((h, 0.1) for h in np.geomspace(0.01, 4, 10)), 1000

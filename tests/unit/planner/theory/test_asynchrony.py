@@ -28,7 +28,7 @@ def test_what_it_says_of_equal_workers() -> None:
     # V = (η s² / 2λ) tan(π/4 + x/2)
     assert plan.variance == pytest.approx(0.01 * 3.0 / 4.0 * 2.46496, rel=1e-5)
     level = 2 * plan.variance
-    expected = log(100 / plan.variance) / (2 * plan.rate)
+    expected = log(100 / plan.variance - 1) / (2 * plan.rate)
     assert plan.hitting_time(100.0, level) == pytest.approx(expected)
     assert plan.hitting_time(100.0, plan.variance) == inf
 

@@ -92,3 +92,12 @@ def test_heavy_tails_are_cut_into_equally_likely_parts() -> None:
     middle = kernel.seconds[MOST // 2 - 1], kernel.seconds[MOST // 2]
     assert middle[0] < exp(-0.5) < middle[1]
     assert isinstance(kernel_of(pl.delays.ShiftedExponential(0.5, 0.25)), Shifted)
+
+
+def test_measured_times_with_weights() -> None:
+    assert measured([3.0, 1.0], weights=[1.0, 3.0]) == Atoms((1.0, 3.0), (0.75, 0.25))
+    rng = np.random.default_rng(0)
+    seconds, weights = rng.random(1000), rng.random(1000)
+    grouped = measured(seconds.tolist(), 10, weights.tolist())
+    assert len(grouped.seconds) == 10
+    assert grouped.mean == pytest.approx(np.average(seconds, weights=weights))

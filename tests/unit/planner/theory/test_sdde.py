@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.integrate import solve_ivp
 from scipy.optimize import brentq
 
 import paceline as pl
@@ -197,9 +198,9 @@ def test_variance_of_mixed_delays_by_lyapunov() -> None:
 
 
 def test_hitting_time() -> None:
-    """T = ln(start / (level - floor)) / (2 r)."""
+    """T = ln((start - floor) / (level - floor)) / (2 r)."""
     assert hitting_time(1.0, 0.1, rate=0.5) == pytest.approx(log(10))
-    assert hitting_time(1.0, 0.1, rate=0.5, floor=0.05) == pytest.approx(log(20))
+    assert hitting_time(1.0, 0.1, rate=0.5, floor=0.05) == pytest.approx(log(19))
     assert hitting_time(1.0, 0.1, rate=0.5, floor=0.1) == inf
     assert hitting_time(1.0, 0.1, rate=-0.1) == inf
     assert hitting_time(0.1, 0.2, rate=-0.1) == 0.0
@@ -208,3 +209,14 @@ def test_hitting_time() -> None:
     assert both[1] / both[0] == pytest.approx(e, rel=1e-6)
     with pytest.raises(ValueError, match=r"start=0.0, level=0.1: both must be > 0"):
         hitting_time(0.0, 0.1, rate=1.0)
+
+
+@pytest.mark.parametrize("floor", [0.05, 0.3, 0.79])
+def test_hitting_time_of_the_integrated_second_moment(floor: float) -> None:
+    """Without delay, d E x² / dt = -2 a E x² + σ², whose floor is σ² / (2 a)."""
+    a, start, level = 0.7, 1.0, 0.8
+    seconds = hitting_time(start, level, rate=a, floor=floor)
+    moment = solve_ivp(
+        lambda _, y: -2 * a * y + 2 * a * floor, (0, seconds), [start], rtol=1e-10, atol=1e-12
+    )
+    assert moment.y[0, -1] == pytest.approx(level, rel=1e-8)
