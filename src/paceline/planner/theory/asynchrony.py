@@ -10,10 +10,16 @@ from paceline.core.protocol import worker_names
 from paceline.delays.compound import Delays, resolve
 from paceline.delays.models import settle
 from paceline.planner.theory import staleness
-from paceline.planner.theory.kernels import Kernel, Shifted
+from paceline.planner.theory.kernels import Atoms, Kernel, Shifted
 from paceline.planner.theory.responses import kernel_of, rate_weighted
 from paceline.planner.theory.roots import root
-from paceline.planner.theory.sdde import SAFE, boundary, hitting_time, variance
+from paceline.planner.theory.sdde import (
+    SAFE,
+    boundary,
+    hitting_time,
+    mean_square_boundary,
+    variance,
+)
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,11 @@ def asynchrony(
 
 
 def max_stable_lr(delays: Delays, workers: int, curvature: float) -> float:
-    """Return the learning rate from which on asynchronous SGD diverges; `inf` if there is none.
+    """Return the learning rate from which on the mean or the mean square of the distance diverges.
 
     It holds near a minimum, for a constant curvature; in nets the curvature grows until the rate
     is just stable. Half of this rate is safe. A rate below π/2 / (λ M) is stable for all laws of
-    delays.
+    delays. With memoryless times the mean never diverges, but the mean square does.
 
     >>> from paceline.delays.models import Fixed
     >>> round(max_stable_lr(Fixed(1.0), workers=10, curvature=2.0), 6)
@@ -154,4 +160,8 @@ def max_stable_lr(delays: Delays, workers: int, curvature: float) -> float:
     each = [kernel_of(resolve(delays, name, i)) for i, name in enumerate(worker_names(workers))]
     if not (isfinite(curvature) and curvature > 0):
         raise ValueError(f"curvature={curvature!r}: give the largest, finite and > 0")
-    return boundary(rate_weighted(each)) / (curvature * workers)
+    kernel = rate_weighted(each)
+    # Gradients of workers with fixed times arrive in a fixed order: no run differs from the mean.
+    fixed = all(isinstance(one, Atoms) and len(one.seconds) == 1 for one in each)
+    gain = boundary(kernel) if fixed else mean_square_boundary(kernel, workers)
+    return gain / (curvature * workers)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import cos, inf, log, pi, sin, tan
+from math import cos, inf, log, pi, sin, sqrt, tan
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
@@ -73,6 +73,39 @@ def boundary(kernel: Kernel) -> float:
                 found = min(found, omega / sine)
         start += width
     return found if found <= _LARGEST else inf
+
+
+def mean_square_boundary(kernel: Kernel, workers: float) -> float:
+    """Return the smallest gain a E X at which E x² does not converge; at most `boundary`.
+
+    Which gradient arrives next is random, so single runs scatter around the mean. With fewer
+    workers they scatter more. Let arrivals be Poisson, and let V be the `variance` for a noise of
+    1. Each arrival adds (η λ x(t - u))², and so E x² converges while a²/Λ · V < 1.
+
+    Let y be the gain with a²/Λ · V = 1. The gain returned is 1 + y, which is exact for memoryless
+    times: x (x - 1) = 2 M. For the other laws that were simulated it is a lower bound. It is never
+    below π/2.
+
+    >>> from paceline.planner.theory.kernels import exponential, fixed
+    >>> mean_square_boundary(exponential(1.0), 6), round(mean_square_boundary(fixed(1.0), 6), 6)
+    (4.0, 1.570796)
+    """
+    most = boundary(kernel)
+    if isinstance(kernel, Gamma) and kernel.stages == 1:
+        return (1 + sqrt(1 + 8 * workers)) / 2
+    if most <= SAFE:
+        return most
+    mean = kernel.mean
+
+    def excess(gain: float) -> float:
+        return gain**2 / (workers * mean) * variance(gain / mean, kernel) - 1
+
+    # V is at least 1 / (2 a), so that the gain is at most 2 M.
+    end = min(most - 1, 2.0 * workers)
+    if excess(end) <= 0:
+        return most
+    found = 1 + float(brentq(excess, 1e-9, end, xtol=1e-9))
+    return max(found, SAFE)
 
 
 def best_gain(kernel: Kernel) -> Best:
