@@ -6,9 +6,11 @@ time come close to it if the delay is taken as d + 1/2 updates.
 
 from __future__ import annotations
 
+import cmath
 from math import asin, cos, inf, log, pi, sin
 
 import numpy as np
+from scipy.optimize import brentq
 
 
 def boundary(delay: int) -> float:
@@ -92,3 +94,27 @@ def _check(alpha: float, delay: int) -> None:
             f"alpha={alpha!r}, delay={delay!r}: use alpha > 0, the learning rate times the "
             "curvature, and a delay >= 0, in updates"
         )
+
+
+def heavy_ball(alpha: float, delay: int, momentum: float) -> float:
+    """Return the largest |z| of x_(k+1) = x_k + β (x_k - x_(k-1)) - α x_(k-d), with d >= 1."""
+    polynomial = np.zeros(delay + 2)
+    polynomial[:2] = 1.0, -1 - momentum
+    polynomial[2] += momentum
+    polynomial[-1] += alpha
+    return float(abs(np.roots(polynomial)).max())
+
+
+def heavy_ball_boundary(delay: int, momentum: float) -> float:
+    """Return the smallest α at which heavy ball does not converge.
+
+    On |z| = 1, z = exp(iθ), α = -z^(d-1) (z - 1) (z - β) must be real. Its modulus grows with θ, so
+    that the first θ > 0 counts.
+    """
+
+    def turn(theta: float) -> float:
+        z = cmath.exp(1j * theta)
+        return (delay - 1) * theta + cmath.phase(z - 1) + cmath.phase(z - momentum) - pi
+
+    z = cmath.exp(1j * float(brentq(turn, 1e-9, pi)))
+    return abs(z - 1) * abs(z - momentum)

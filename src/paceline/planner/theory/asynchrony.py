@@ -10,7 +10,7 @@ from paceline.core.protocol import worker_names
 from paceline.delays.compound import Delays, resolve
 from paceline.delays.models import settle
 from paceline.planner.theory import staleness
-from paceline.planner.theory.kernels import Atoms, Kernel, Shifted
+from paceline.planner.theory.kernels import Atoms, Kernel, Laplace, Shifted
 from paceline.planner.theory.responses import kernel_of, rate_weighted
 from paceline.planner.theory.roots import root
 from paceline.planner.theory.sdde import (
@@ -146,12 +146,16 @@ def asynchrony(
     return Asynchrony(workers, rate_weighted(each), learning_rate, curvature, noise)
 
 
-def max_stable_lr(delays: Delays, workers: int, curvature: float) -> float:
+def max_stable_lr(delays: Delays, workers: int, curvature: float, momentum: float = 0.0) -> float:
     """Return the learning rate from which on the mean or the mean square of the distance diverges.
 
     It holds near a minimum, for a constant curvature; in nets the curvature grows until the rate
     is just stable. Half of this rate is safe. A rate below π/2 / (λ M) is stable for all laws of
     delays. With memoryless times the mean never diverges, but the mean square does.
+
+    momentum: β of heavy ball, whose learning rate is returned. A velocity is a mean of earlier
+        gradients, 1 / (1 - β) times as large. It lags by β / (1 - β) steps, as much as so many more
+        workers would. Divided by 1 - β, a rate that plain SGD bears may therefore diverge.
 
     >>> from paceline.delays.models import Fixed
     >>> round(max_stable_lr(Fixed(1.0), workers=10, curvature=2.0), 6)
@@ -160,8 +164,22 @@ def max_stable_lr(delays: Delays, workers: int, curvature: float) -> float:
     each = [kernel_of(resolve(delays, name, i)) for i, name in enumerate(worker_names(workers))]
     if not (isfinite(curvature) and curvature > 0):
         raise ValueError(f"curvature={curvature!r}: give the largest, finite and > 0")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum!r}: use at least 0, below 1")
     kernel = rate_weighted(each)
+    lag = momentum / (1 - momentum)  # in steps
+    if lag:
+        kernel = _lagged(kernel, lag * kernel.mean / workers)
     # Gradients of workers with fixed times arrive in a fixed order: no run differs from the mean.
     fixed = all(isinstance(one, Atoms) and len(one.seconds) == 1 for one in each)
-    gain = boundary(kernel) if fixed else mean_square_boundary(kernel, workers)
-    return gain / (curvature * workers)
+    gain = boundary(kernel) if fixed else mean_square_boundary(kernel, workers + lag)
+    return (1 - momentum) * gain / (curvature * (workers + lag))
+
+
+def _lagged(kernel: Kernel, seconds: float) -> Kernel:
+    """Return the kernel with a memoryless lag added: the velocity's weights (1 - β) β^j."""
+    return Laplace(
+        lambda s: kernel.transform(s) / (1 + seconds * s),
+        kernel.mean + seconds,
+        max(kernel.abscissa, -1 / seconds),
+    )

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from math import exp, inf, log, pi
 
 import numpy as np
 import pytest
+import torch
 
 import paceline as pl
 from paceline.delays.models import Delay
@@ -392,3 +394,49 @@ def test_single_runs_below_the_limit_converge(law: str, kernel: Kernel, workers:
     assert pi / 2 < limit < boundary(kernel)
     assert growth_of_runs(law, workers, 0.97 * limit) < 0
     assert growth_of_runs(law, workers, boundary(kernel)) > 0  # where the mean still converges
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("workers", [2, 4, 8, 32])
+def test_momentum_lags_and_bears_less(workers: int, momentum: float) -> None:
+    """The exact boundary of heavy ball, with d = M - 1, is that of its polynomial."""
+    exact = discrete.heavy_ball_boundary(workers - 1, momentum)
+    assert discrete.heavy_ball(0.999 * exact, workers - 1, momentum) < 1
+    assert discrete.heavy_ball(1.001 * exact, workers - 1, momentum) > 1
+    limit = pl.planner.max_stable_lr(pl.delays.Fixed(3.0), workers, 2.0, momentum) * 2.0
+    assert limit < exact
+    # Fixed times count as a staleness of M, where M - 1/2 would be closest.
+    assert limit > (1 - 1.02 / workers) * exact
+    # Below this product every law is stable.
+    assert limit >= (1 - momentum) * pi / 2 / (workers + momentum / (1 - momentum)) * 0.999999
+
+
+def test_dividing_by_one_minus_momentum_is_not_safe() -> None:
+    """Eight workers, 0.9: 0.753 of plain SGD's, and a quarter below what is safe for plain SGD."""
+    exact = discrete.heavy_ball_boundary(7, 0.9) / 0.1
+    assert exact / discrete.boundary(7) == pytest.approx(0.753, abs=5e-4)
+    assert (pi / 2 / 8) / exact == pytest.approx(1.25, abs=0.01)
+    plain, heavy = (pl.planner.max_stable_lr(pl.delays.Fixed(1.0), 8, 1.0, b) for b in (0.0, 0.9))
+    assert heavy / 0.1 < 0.75 * plain
+
+
+def square(model: torch.nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    found: torch.Tensor = model(batch[0])
+    return 0.5 * (found**2).mean()
+
+
+@pytest.mark.parametrize(("factor", "grows"), [(0.95, False), (1.05, True)])
+def test_runs_of_a_learner_with_momentum(factor: float, grows: bool) -> None:
+    """Eight equal workers, by turns, each step with a gradient of 7 versions ago."""
+    lr = factor * discrete.heavy_ball_boundary(7, 0.9)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+    optimizer = partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    learner = pl.TorchLearner(model, square, optimizer, data, batch_size=8)
+    policy = pl.asynchronous(damping=False)
+    run = pl.Trainer(learner, policy, pl.Simulator(8, pl.delays.Fixed(1.0)), progress=False).fit(
+        steps=600
+    )
+    early, late = (run.metrics["loss"][part].max() for part in (slice(50, 150), slice(500, 600)))
+    assert late > 2 * early if grows else late < 0.5 * early
