@@ -282,7 +282,8 @@ class Auto(Policy):
             return None, f"the policy stays the same ({error})"
         looks = {describe(look.candidate.policy): look for look in found.looks}
         own, best = describe(self.current), describe(found.policy)
-        if own in looks and looks[best].figure > (1 - BETTER) * looks[own].figure:
+        stays = own in looks and looks[best].unstable >= looks[own].unstable
+        if stays and looks[best].figure > (1 - BETTER) * looks[own].figure:
             return None, f"the policy stays {looks[own].candidate.text}"
         return found.policy, f"the policy becomes {looks[best].candidate.text}"
 

@@ -82,6 +82,11 @@ class Plan:
                 f"{f'[{low:.4g}-{high:.4g}]':17} {found.dollars:8.3g} {found.bytes / 1e6:8.3g} "
                 f"{found.risk:5.0%}"
             )
+        lines += [
+            f"{name} {entry.forecast.unstable}."
+            for name, entry in zip(names, self.entries, strict=True)
+            if entry.forecast.unstable
+        ]
         return "\n".join([*lines, self.reason, *self.notes])
 
     def _by_step(self, names: Sequence[str], width: int) -> str:
@@ -163,12 +168,12 @@ def plan(
     else:
         looks = search.look(plain)
         if minimize == "bytes" or grid.messages_share(profile) > _MESSAGES:
-            best = [look.candidate for look in sorted(looks, key=lambda look: look.figure)]
+            best = [look.candidate for look in sorted(looks, key=_stable_first)]
             for codec in grid.codecs():
                 looks += search.look(_encoded(best[:_WITH_CODECS], codec))
     if not looks:
         raise ValueError(search.unreachable())
-    looks.sort(key=lambda look: look.figure)
+    looks.sort(key=_stable_first)
     entries = search.halve(looks[:_FINALISTS], seeds)
     if not isfinite(figure_of(entries[0].forecast, minimize)):
         raise ValueError(search.unreachable())
@@ -176,6 +181,10 @@ def plan(
     return Plan(
         tuple(entries), minimize, target, reason, profile.notes, tuple(looks), profile.batch_size
     )  # fmt: skip
+
+
+def _stable_first(look: Look) -> tuple[bool, float]:
+    return look.unstable, look.figure
 
 
 def _encoded(

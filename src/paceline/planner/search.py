@@ -28,7 +28,7 @@ Goal: TypeAlias = Literal["time", "dollars", "bytes"]
 TIE = 0.03
 """Relative difference from the best that counts as a tie; the simplest candidate wins it."""
 RISKY = 0.2
-"""Candidates of a higher risk rank behind all others."""
+"""Candidates of a higher risk rank behind all others, and unstable ones behind these."""
 
 SLACK = 1.05
 """The smallest learning rate that needs at most this many times the fewest steps is taken."""
@@ -64,6 +64,7 @@ class Look:
     learning_rate: float
     steps: int  # 0 if they are unknown
     figure: float
+    unstable: bool = False  # at the sharpest curvature measured, with the learner's own rate
 
 
 class Search:
@@ -117,7 +118,8 @@ class Search:
             except StalledError:  # it waits for more results than can arrive
                 continue
             if look is not None:
-                self._best = min(self._best, look.figure)
+                if not look.unstable:
+                    self._best = min(self._best, look.figure)
                 found.append(look)
         return found
 
@@ -136,8 +138,12 @@ class Search:
             fewest = min(sound.values(), default=0)
             if sound and step >= min(max(SLACK * fewest, _LEAST), self._max_steps - 1):
                 place = max(p for p, at in sound.items() if at <= SLACK * fewest)
-                figure = self._cost(timeline, sound[place])
-                return Look(candidate, self.tried, self._rates[place], sound[place] + 1, figure)
+                rate, figure = self._rates[place], self._cost(timeline, sound[place])
+                look = Look(candidate, self.tried, rate, sound[place] + 1, figure)
+                # A rate that is free to choose is lowered later, until it is stable.
+                fixed = len(self._rates) == 1
+                unstable = fixed and bool(self._case(look).instability(timeline))
+                return replace(look, unstable=unstable)
             if not sound and self._cost(timeline, step) > self._patience * self._best:
                 return None
             if not isfinite(losses[-1]):
@@ -193,7 +199,8 @@ class Search:
     def _order(self, runs: dict[int, list[Outcome]]) -> Callable[[Look], tuple[int, float, int]]:
         def order(look: Look) -> tuple[int, float, int]:
             found = summed(runs[look.place], nan, self._target, look.learning_rate)
-            trouble = 2 if not isfinite(found.seconds) else int(found.risk > RISKY)
+            trouble = 2 if found.unstable else int(found.risk > RISKY)
+            trouble = trouble if isfinite(found.seconds) else 3
             return trouble, _mean(runs[look.place], self._goal), look.place
 
         return order

@@ -22,6 +22,7 @@ from paceline.engines.base import Job
 from paceline.planner.forecast.fitted import Fitted
 from paceline.planner.forecast.predict import predicted_seconds
 from paceline.planner.forecast.quadratic import LOST, Modes, Reads, descend, modes_of
+from paceline.planner.forecast.stability import instability
 from paceline.planner.forecast.timeline import Timeline
 from paceline.planner.measure.profile import Profile, Surface
 from paceline.policies.wrappers import MinWorkers, Until
@@ -41,8 +42,7 @@ COSTS = ("seconds", "dollars", "bytes")
 
 _EVENTS = 4000  # events of a simulation for the cost per step only
 _BEYOND, _LEAST = 2, 30  # steps to simulate for the risk: multiple of those to the target; minimum
-_SHARP = 400  # limit of steps to simulate at the sharpest curvature
-_CHECKED = 200  # steps whose delays theory uses
+_CHECKED = 200  # steps whose delays theory uses, and whose stability is tested
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class Forecast:
     If the steps to the target are unknown, all but the cost of a step is nan.
 
     risk: the share of simulations that diverge. Each seed is simulated at the measured curvature,
-        at 1.25 and 1.5 times it, and at the sharpest curvature seen later. At the measured one,
-        missing the target counts too. A real net may leave a region that is too sharp.
+        and at 1.25 and 1.5 times it. A seed that diverges at a measured curvature, or misses the
+        target there, counts in full. A real net may leave a region that is too sharp.
     theory: the seconds by theory alone; nan if theory does not cover the policy.
     how: the method of the forecast, and whether theory agrees.
     per_step: the seconds, dollars and bytes of a step.
     unknown: why the steps to the target are unknown; "" if they are known.
+    unstable: how the policy diverges at the sharpest curvature measured; "" if it does not.
     """
 
     seconds: float
@@ -73,6 +74,7 @@ class Forecast:
     seeds: int
     per_step: Mapping[str, float] = field(default_factory=dict)
     unknown: str = ""
+    unstable: str = ""
 
     def __str__(self) -> str:
         if self.unknown:
@@ -86,6 +88,7 @@ class Forecast:
         return (
             f"{self.seconds:.4g} s [{low:.4g}-{high:.4g}], {self.steps:.0f} steps, "
             f"${self.dollars:.3g}, {self.bytes / 1e6:.3g} MB, risk {self.risk:.0%} ({self.how})"
+            f"{'; it ' * bool(self.unstable)}{self.unstable}"
         )
 
     def about(self) -> dict[str, Any]:
@@ -170,6 +173,16 @@ class Case:
         shrunk, kept = shrinkage(self.codec, self.profile)
         return _timed(self, Timeline(self.policy, self.profile, seed, shrunk), modes, kept, seed)
 
+    def instability(self, timeline: Timeline) -> str:
+        """Return how the steps diverge at the largest curvature measured; "" if they do not."""
+        surface, momentum = self.profile.known(), self.profile.momentum
+        if not surface.sharpest and not momentum:
+            return ""  # the simulation at the measured curvature shows it
+        timeline.reach(_LEAST)
+        if timeline.staleness > 0:  # whether a random sequence diverges takes longer to see
+            timeline.reach(_CHECKED)
+        return instability(timeline.reads, surface.top, self.learning_rate, momentum)
+
     def theory(self, seed: int) -> float:
         """Return the seconds until the target by theory; nan if theory does not cover the case."""
         shrunk, kept = shrinkage(self.codec, self.profile)
@@ -195,13 +208,22 @@ def check_target(profile: Profile, target: float) -> Surface:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The cost of one simulated run, and whether it diverged at each steepness."""
+    """The cost of one simulated run, and whether it diverged at each steepness.
+
+    unstable: how it diverges at the sharpest curvature measured; "" if it does not.
+    """
 
     seconds: float
     dollars: float
     bytes: float
     steps: float
     lost: Sequence[bool]
+    unstable: str = ""
+
+    @property
+    def risk(self) -> float:
+        """The share of steepnesses at which it diverged; 1 if it did at a measured curvature."""
+        return 1.0 if self.unstable or self.lost[0] else sum(self.lost) / len(self.lost)
 
 
 def _timed(case: Case, timeline: Timeline, modes: Modes, kept: float, seed: int) -> Outcome:
@@ -229,20 +251,10 @@ def _timed(case: Case, timeline: Timeline, modes: Modes, kept: float, seed: int)
         if found is None and losses[0] == inf:
             break
     lost = (losses > modes.floor + modes.excess).tolist()
-    if modes.sharpest:
-        lost.append(_too_sharp(case, timeline, modes.sharpest))
+    unstable = case.instability(timeline)
     if found is None:
-        return Outcome(inf, inf, inf, inf, [True, *lost[1:]])
-    return Outcome(*found, taken, lost)
-
-
-def _too_sharp(case: Case, timeline: Timeline, curvature: float) -> bool:
-    """Return whether the steps diverge at this curvature."""
-    modes = Modes(np.array([curvature]), np.ones(1), np.zeros(1), 0.0)
-    timeline.reach(_LEAST)
-    steps = timeline.repeated(min(len(timeline), _SHARP))
-    *_, last = descend(modes, [case.learning_rate], steps, 0)
-    return bool(last[0] > modes.excess)
+        return Outcome(inf, inf, inf, inf, [True, *lost[1:]], unstable)
+    return Outcome(*found, taken, lost, unstable)
 
 
 def _watched(case: Case, modes: Modes, seed: int) -> Outcome:
@@ -282,7 +294,7 @@ def summed(runs: Sequence[Outcome], theory: float, target: float, learning_rate:
         values = sorted(float(getattr(run, name)) for run in runs)
         low, middle, high = (values[round(q * (len(values) - 1))] for q in (0.05, 0.5, 0.95))
         medians[name], intervals[name] = middle, (low, high)
-    told = [lost for run in runs for lost in run.lost]
+    unstable = [run.unstable for run in runs if run.unstable]
     how = f"{len(runs)} simulated runs on a fitted quadratic"
     seconds = medians["seconds"]
     if not isnan(theory):
@@ -297,7 +309,7 @@ def summed(runs: Sequence[Outcome], theory: float, target: float, learning_rate:
         dollars=medians["dollars"],
         bytes=medians["bytes"],
         steps=medians["steps"],
-        risk=sum(told) / len(told),
+        risk=sum(run.risk for run in runs) / len(runs),
         intervals=intervals,
         theory=theory,
         how=how,
@@ -305,6 +317,7 @@ def summed(runs: Sequence[Outcome], theory: float, target: float, learning_rate:
         learning_rate=learning_rate,
         seeds=len(runs),
         per_step={name: medians[name] / max(medians["steps"], 1) for name in COSTS},
+        unstable=unstable[0] if 2 * len(unstable) >= len(runs) else "",
     )
 
 

@@ -144,6 +144,12 @@ class Profile:
         return len(self.workers)
 
     @property
+    def momentum(self) -> float:
+        """The momentum of the server's steps: of the outer optimizer if there is one."""
+        given = self.optimizer or {}
+        return float((given.get("outer") or given).get("momentum", 0.0))
+
+    @property
     def unknown(self) -> str:
         """Why the steps to a loss cannot be forecast; "" if they can."""
         given = self.optimizer or {}

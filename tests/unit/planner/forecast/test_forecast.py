@@ -16,7 +16,9 @@ from paceline.planner.forecast.fitted import Fitted
 from paceline.planner.forecast.forecast import shrinkage
 from paceline.planner.forecast.predict import predicted_seconds
 from paceline.planner.forecast.quadratic import Modes, Read, descend, modes_of
+from paceline.planner.forecast.stability import grows
 from paceline.planner.forecast.timeline import Timeline
+from tests.oracles import discrete
 
 BATCH = 48
 QUADRATIC = pl.learners.Quadratic((1.0, 0.3) * 8 + (0.1,) * 16, noise=0.3, lr=0.2, batch_size=BATCH)
@@ -358,6 +360,62 @@ def test_a_loss_falls_as_it_was_seen_to() -> None:
     assert np.array_equal(modes_of(risen).start, modes_of(surface).start)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("staleness", [1, 7, 30])
+def test_steps_grow_beyond_the_boundary_of_their_polynomial(
+    staleness: int, momentum: float
+) -> None:
+    reads = [(Read(staleness, 1.0, 0.1),)]
+    exact = discrete.heavy_ball_boundary(staleness, momentum) / (1 - momentum)
+    assert not grows(reads, 2.0, 0.98 * exact / 2, momentum)
+    assert grows(reads, 2.0, 1.02 * exact / 2, momentum)
+
+
+def test_fresh_steps_grow_beyond_two() -> None:
+    for steps in (1, 3):  # local steps contract by (1 - rate h)^steps
+        assert not grows([(Read(0, 1.0, 0.1, steps),)], 4.0, 0.49)
+        assert grows([(Read(0, 1.0, 0.1, steps),)], 4.0, 0.51)
+    assert not grows([(Read(0, 1.0, 0.1),)], 4.0, 1.2, 0.9)  # 2 (1 + β) / (1 - β) = 38
+
+
+def test_an_unstable_policy_ranks_last_and_says_so() -> None:
+    """η λ M is 6.3 for eight stale workers, above any limit here, and 0.8 for fresh gradients."""
+    workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Erlang(8, 0.1)) for i in range(8)}
+    surface = replace(pl.planner.measure_loss_surface(QUADRATIC), sharpest=6.3 / 8 / 0.2)
+    found = pl.planner.Profile(workers, BATCH, surface=surface)
+    told = pl.forecast(pl.ringmaster(8), found, learning_rate=0.2, target=0.5, seeds=2)
+    assert told.risk == 1
+    assert told.seconds < inf  # if training leaves that region
+    assert "diverges at a curvature of 3.94" in told.unstable
+    assert "(staleness + 1) is 4.6" in told.unstable  # staler results are not used
+    plan = pl.plan(found, target=0.5, learning_rate=0.2, seeds=2)
+    unstable = [bool(entry.forecast.unstable) for entry in plan.entries]
+    assert unstable == sorted(unstable) and not unstable[0]
+    looks = [look.unstable for look in plan.looks]
+    assert looks == sorted(looks) and any(looks)
+    for entry in plan.entries:
+        assert (f"{entry.text} diverges at" in str(plan)) is bool(entry.forecast.unstable)
+    free = pl.plan(found, target=0.5, seeds=2)  # the planner may lower the rate
+    assert not any(look.unstable for look in free.looks)
+
+
+def test_momentum_makes_stale_steps_unstable() -> None:
+    """At 0.18, between 0.1575 with β = 0.9 and 0.2091 without, for eight workers by turns."""
+    workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Fixed(0.1)) for i in range(8)}
+    plain = pl.planner.Profile(workers, BATCH, surface=pl.planner.measure_loss_surface(QUADRATIC))
+    heavy = replace(plain, optimizer={"name": "SGD", "momentum": 0.9})
+    outer = replace(plain, optimizer={"name": "SGD", "momentum": 0.9, "outer": {"name": "SGD"}})
+    assert [each.momentum for each in (plain, heavy, outer)] == [0.0, 0.9, 0.0]
+    for policy, found, unstable in (
+        (pl.k_async(1), plain, False),
+        (pl.k_async(1), heavy, True),
+        (pl.k_async(1), outer, False),
+        (pl.sync(), heavy, False),
+    ):
+        told = pl.forecast(policy, found, learning_rate=0.18, target=1.0, seeds=1)
+        assert bool(told.unstable) is unstable
+
+
 def test_where_it_is_too_sharp_there_is_a_risk() -> None:
     found = profile()
     sharp = replace(found, surface=replace(found.known(), sharpest=12.0))
@@ -365,5 +423,8 @@ def test_where_it_is_too_sharp_there_is_a_risk() -> None:
         pl.forecast(pl.sync(), each, learning_rate=0.2, target=1.0, seeds=2)
         for each in (found, sharp)
     )
-    assert (plain.risk, risky.risk) == (0.0, 0.25)
+    assert (plain.risk, risky.risk) == (0.0, 1.0)  # it is certain, and not one case of four
     assert risky.seconds == plain.seconds
+    assert plain.unstable == ""
+    assert risky.unstable.startswith("diverges at a curvature of 12, which was measured: lr *")
+    assert risky.unstable in str(risky) and risky.about()["unstable"] == risky.unstable
