@@ -242,13 +242,15 @@ class Auto(Policy):
         times = seen.pace / usual if usual else inf if seen.pace else 1.0
         if not any(seen.whole):  # the true pace is slower still
             times = max(times, 1.0)
-        compute, link, told = known.compute, known.link, []
+        new, link, told = known, known.link, []
         if not 1 / CHANGED < times < CHANGED and self._differ(known, seen):
             given_up = [not whole for whole in seen.whole]
             # A worker that never ends a task is assumed to need the sum of all its times.
-            compute = (
-                Fixed(sum(seen.seconds)) if all(given_up) else fit(seen.seconds, given_up).bounded
-            )
+            if all(given_up):
+                new = WorkerProfile(Fixed(sum(seen.seconds)))
+            else:
+                law = fit(seen.seconds, given_up)
+                new = WorkerProfile(law.bounded, link, law.observations, law.autocorrelation)
             told.append(f"takes {times:.2g} times as long")
         way, before = float(np.median(seen.ways or [0.0])), self._way(known)
         of_all = usual * self.profile.batch_size / self.profile.size + before
@@ -259,16 +261,25 @@ class Auto(Policy):
                 old = known.link
                 link = Link(old.latency * slower, old.down / slower, old.up / slower)
             told.append(f"needs {way:.2g} s for its messages instead of {before:.2g} s")
-        return (WorkerProfile(compute, link) if told else None), " and ".join(told)
+        return (replace(new, link=link) if told else None), " and ".join(told)
 
     def _differ(self, known: WorkerProfile, seen: Seen) -> bool:
-        """Return whether a worker's times contradict its law; a fixed law allows no other times."""
+        """Return whether a worker's times contradict its law; a fixed law allows no other times.
+
+        The test is that of `drifted`, for tasks of which perhaps none has ended. The law stands for
+        as many tasks as it was fitted to, at equally likely values.
+        """
         if isinstance(known.compute, Fixed):
             return True
         rng, memory = np.random.Generator(np.random.PCG64([self._seed, 3])), dict[str, float]()
-        drawn = np.array([known.compute.sample(rng, 0.0, memory) for _ in range(_DRAWN)])
+        drawn, now = np.empty(_DRAWN), 0.0
+        for place in range(_DRAWN):
+            drawn[place] = known.compute.sample(rng, now, memory)
+            now += float(drawn[place])
+        size = min(known.observations or _DRAWN, _DRAWN)
+        usual = np.sort(drawn)[((np.arange(size) + 0.5) / size * _DRAWN).astype(int)]
         newer = np.array(seen.seconds), np.array(seen.whole)
-        return log_rank((drawn, np.ones(_DRAWN, dtype=bool)), newer, 0.0) < SURE
+        return log_rank((usual, np.ones(size, dtype=bool)), newer, known.autocorrelation) < SURE
 
     def _better(self, left: Profile) -> tuple[Policy | None, str]:
         """Plan the rest of the run; return a better policy or None, and a text for the log."""

@@ -405,7 +405,9 @@ def profile_of(
             continue
         way = fit.communication
         link = Link(way.latency, way.down, way.up)
-        workers[name] = WorkerProfile(compute.bounded, link)
+        workers[name] = WorkerProfile(
+            compute.bounded, link, compute.observations, compute.autocorrelation
+        )
         if compute.note:
             notes.append(f"{name}: {compute.note}")
     sizes = {(task.got, task.sent) for _, task in seen}

@@ -37,10 +37,17 @@ _DELAYS = {
 
 @dataclass(frozen=True)
 class WorkerProfile:
-    """One worker: the seconds of computing one sample, and its connection."""
+    """One worker: the seconds of computing one sample, and its connection.
+
+    observations: the number of tasks that the law was fitted to; 0: the law is known.
+    autocorrelation: of the ranks of consecutive tasks, as in `Fit`; above 0 if slow tasks come in
+        bursts.
+    """
 
     compute: Delay
     link: Link = Link()
+    observations: int = 0
+    autocorrelation: float = 0.0
 
     def seconds(self, samples: float, got: float, sent: float) -> float:
         """Return the mean response time of a task that gets `got` bytes and sends `sent` bytes."""
@@ -192,7 +199,12 @@ class Profile:
     def to_json(self) -> str:
         """Return the profile as JSON text."""
         workers = {
-            name: {"compute": _dump(worker.compute), "link": encode(_values(worker.link))}
+            name: {
+                "compute": _dump(worker.compute),
+                "link": encode(_values(worker.link)),
+                "observations": worker.observations,
+                "autocorrelation": worker.autocorrelation,
+            }
             for name, worker in self.workers.items()
         }
         surface = None if self.surface is None else encode(_values(self.surface))
@@ -214,7 +226,12 @@ class Profile:
         if not isinstance(data, dict) or data.get("format") not in (1, FORMAT):
             raise ValueError(f"this is no profile of format 1 or {FORMAT}; make one by to_json()")
         workers = {
-            name: WorkerProfile(_load(each["compute"]), Link(**decode(each["link"])))
+            name: WorkerProfile(
+                _load(each["compute"]),
+                Link(**decode(each["link"])),
+                int(each.get("observations", 0)),  # files of before lack these two
+                float(each.get("autocorrelation", 0.0)),
+            )
             for name, each in data["workers"].items()
         }
         surface = None if data["surface"] is None else Surface(**decode(data["surface"]))
