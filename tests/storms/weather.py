@@ -244,7 +244,7 @@ class World:
 
     def _take_away(self, node: str) -> None:
         self.leaving.discard(node)
-        if node in self.nodes:
+        if node in self.nodes and len(self.nodes) > 1:  # the world keeps one
             self.lose_node(node)
         self.tell_leaving(frozenset(self.leaving))
 
