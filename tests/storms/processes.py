@@ -109,6 +109,10 @@ class Reference:
             copy.answer(error=error)
         return copy
 
+    def failed(self) -> bool:
+        """Return whether the call that was to return it has failed."""
+        return self._future.done() and self._future.exception(timeout=0) is not None
+
     def is_lost(self) -> bool:
         """Return whether it is lost with its machine or its process."""
         if self.node in self._world.dead:

@@ -296,7 +296,7 @@ class CheckedJob(RayJob):
         }
         for slot in steps.slots if steps else ():
             published = slot.newest.parts[0].ref.future()
-            if not published.is_lost() and published.done():
+            if not published.is_lost() and published.done() and not published.failed():
                 part = published.result(timeout=0)
                 values = part[0]["values"] if isinstance(part, tuple) else part
                 finite = bool(np.isfinite(values).all())

@@ -171,6 +171,17 @@ def test_saved_halfway_it_goes_on_the_same(name: str, history: History) -> None:
     assert list(second.journal) == entries[half:]
 
 
+def test_a_bandit_knows_that_a_drained_worker_is_gone_with_its_result() -> None:
+    """It found too few workers in the round that this result began, unless it was restored."""
+    joins = tuple(Move("join", which, 0.0) for which in range(6))
+    done, late = Move("finish", 0, 0.0), Move("finish", 0, 1.0)
+    history = History((*joins, done, done, Move("leave", 0, 0.0), Move("drain", 1, 0.0), late))
+    entries = list(history.play(POLICIES["discounted"]).journal)
+    assert [type(c).__name__ for c in entries[-1].commands] == [
+        "Step", "Cancel", "Start", "Start", "Start", "Start", "Release",
+    ]  # fmt: skip
+
+
 def steps_and_tasks(journal: Journal) -> Iterator[tuple[Entry, Step, dict[int, Task]]]:
     tasks: dict[int, Task] = {}
     for entry in journal:

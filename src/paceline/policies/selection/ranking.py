@@ -66,7 +66,10 @@ class Ranking:
     ) -> dict[WorkerId, float]:
         """Return the `count` best candidates among the connected workers, with their figures."""
         arms = self.arms
-        if not self._informed:  # workers may have joined or left before the first event
+        known = len(arms.rows) - len(self._gone)
+        # Workers may join or leave before the first event. A drained worker is gone with its last
+        # result, and its `Left` follows.
+        if not self._informed or known != len(workers):
             arms.admit(workers)
             self._gone = {row for name, row in arms.rows.items() if name not in workers}
             self._news.update(dict.fromkeys(self._gone))
