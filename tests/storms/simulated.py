@@ -69,7 +69,11 @@ class SimulatedCluster(Cluster):
         return lambda: setattr(self._world, "tell_leaving", lambda nodes: None)
 
     def listen(self, actor: Any, tell: Callable[[Notice | None], None]) -> None:
-        pass  # the world tells of whole machines
+        if (notice := self._world.notices.pop(actor.name, None)) is not None:
+            tell(notice)
+
+    def drain(self, node: str, why: str) -> None:
+        self._world.leaving.add(node)
 
     def calls(self) -> Calls:
         return Calls(self._world.inbox, self.clock)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.core.protocol import Start, Task, Work
+from paceline.core.protocol import Draining, Start, Task, Work
 from paceline.engines.checks import FAR, NOT_FINITE, ResultCheck, norm_of
+from paceline.engines.ray.reclaimed import Notice
 from paceline.engines.ray.servers.events import ServerLost
 from paceline.engines.ray.servers.slices import Kept
 from tests.storms.planted import BUGS, found, planted
@@ -159,6 +160,48 @@ def test_machines_taken_away_after_a_notice_cost_no_task(
     assert not [r for r in caplog.records if "lost" in r.message or "again" in r.message]
     done = serial(run.journal.header, list(run.journal), learner, learner.server(), seed=0)
     assert np.array_equal(done.models[440], run.model)
+
+
+def test_a_machine_may_have_notice_before_the_first_step() -> None:
+    learner = Rolling((1.0, 0.3, 0.1, 0.2, 0.5), noise=0.1, lr=0.04, batch_size=12)
+    world = World(3, Weather(), 4, 20.0, nodes=4)
+    world.notices["w0"] = Notice("its cloud takes it back", machine=True)
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
+    run = pl.Trainer(learner, pl.sync(shares=4), engine, progress=False, backups=False).fit(
+        steps=20
+    )
+    assert run.steps == 20 and Draining("w0") in [entry.event for entry in run.journal]
+    started = [c.task for e in run.journal for c in e.commands if isinstance(c, Start)]
+    assert not any(task.attempt > 1 for task in started)
+
+
+def test_a_worker_that_recomputes_a_lost_result_may_drain() -> None:
+    """The ledger knows nothing of that task, and lets the worker go at once."""
+    learner = Rolling((1.0, 0.3, 0.1, 0.2, 0.5), noise=0.1, lr=0.04, batch_size=12)
+    drained = 0
+    for seed in range(8):
+        world = World(seed, Weather(), 6, 20.0, nodes=3)
+        world.most = 20_000
+        engine = SimulatedRay(6, world, servers=3, start_timeout=5.0)
+
+        def look(engine: Any = engine, world: World = world) -> None:
+            nonlocal drained
+            job = engine._open
+            again = job.reducer.machine.results.again
+            busy = [m for m in engine._pool.members.values() if m.busy and m.busy.task in again]
+            drained += len(busy)
+            job.drains.drain([member.name for member in busy])
+            if not busy and world.now < 60:
+                world.after(0.05, look)
+
+        def lose(world: World = world, look: Any = look) -> None:
+            world.lose_node("n1")
+            world.after(0.05, look)
+
+        given: dict[str, Any] = {"callbacks": [AtStep(5, lose)], "progress": False}
+        run = pl.Trainer(learner, pl.bandit(2), engine, backups=False, **given).fit(steps=12)
+        assert run.steps == 12
+    assert drained
 
 
 def test_a_lost_result_is_not_left_with_one_who_waits_for_the_step_that_needs_it(

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 _CHATTER = 0.25  # seconds until the next message of no interest
 _MOMENT = 1e-6  # seconds that pass at least when somebody waits, as they do on a real clock
@@ -148,6 +148,7 @@ class World:
         self.silent: dict[str, list[Callable[[], None]]] = {}  # lost, and Ray has not noticed yet
         self.dead: set[str] = set()
         self.leaving: set[str] = set()  # machines that will be taken away
+        self.notices: dict[str, Any] = {}  # what workers learn of their end when they join
         self.tell_leaving: Callable[[frozenset[str]], None] = lambda nodes: None
         self._homeless: list[Process] = []  # which wait for a machine
         self._add_nodes(nodes)

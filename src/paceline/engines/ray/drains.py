@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -24,8 +25,10 @@ class Drains:
     """The workers of a job that finish their task and leave.
 
     events: of the job, to which this adds.
-    reducer: returns the reducer of the job.
+    reducer: returns the reducer of the job, None until there is one.
+    drop: gives up the tasks of a worker.
     start_again: starts a worker that was removed from the pool.
+    leaving: nodes that will be taken away.
     """
 
     def __init__(
@@ -33,12 +36,13 @@ class Drains:
         pool: Pool,
         calls: Calls,
         events: deque[Event],
-        reducer: Callable[[], Reducer],
+        reducer: Callable[[], Reducer | None],
+        drop: Callable[[Member], None],
         start_again: Callable[[WorkerId], None],
     ) -> None:
         self._pool, self._calls, self._events = pool, calls, events
-        self._reducer, self._start_again = reducer, start_again
-        self._leaving: set[str] = set()  # nodes that will be taken away
+        self._reducer, self._drop, self._start_again = reducer, drop, start_again
+        self.leaving: set[str] = set()
 
     def drain(self, names: Iterable[WorkerId]) -> None:
         """Have workers finish their tasks and leave; each is started again where there is room."""
@@ -54,19 +58,23 @@ class Drains:
 
         nodes: all of them; those of an earlier call that are missing stay, or are gone.
         """
-        self._leaving = {*nodes}
-        self._reducer().leave(nodes)
+        self.leaving = {*nodes}
+        if (reducer := self._reducer()) is not None:
+            reducer.leave(nodes)
         places = {name: member.place for name, member in self._pool.members.items()}
         self.drain(n for n, place in places.items() if place is not None and place.node in nodes)
 
     # --- notices ---------------------------------------------------------------------------------
 
     def listen(self, member: Member) -> None:
-        """Be told if a worker learns that it will be taken away."""
-        calls = self._calls
+        """Be told if a worker learns that it will be taken away; it may be known already."""
+        if member.place is not None and member.place.node in self.leaving:
+            self.drain([member.name])
+        calls, found = self._calls, weakref.ref(self)  # the call may outlive the job
 
         def tell(notice: Notice | None) -> None:
-            calls.post(partial(self._noticed, member, notice))
+            if (drains := found()) is not None:
+                calls.post(partial(drains._noticed, member, notice))
 
         self._pool.cluster.listen(member.actor, tell)
 
@@ -77,15 +85,15 @@ class Drains:
         node = member.place.node
         if notice is None:
             self.listen(member)
-        elif not notice.machine:
+        elif not notice.machine or node in self.leaving:
             self.drain([member.name])
         elif node == self._pool.cluster.node():
             reason = f"the machine of this process will be taken away: {notice.why}"
             self._events.append(Interrupted(reason))
-        elif node not in self._leaving:
+        else:
             logger.warning("the machine of worker %s leaves: %s", member.name, notice.why)
             self._pool.cluster.drain(node, notice.why)
-            self.drain_nodes({*self._leaving, node})
+            self.drain_nodes({*self.leaving, node})
 
     # --- leaving ---------------------------------------------------------------------------------
 
@@ -95,8 +103,9 @@ class Drains:
         if member is None or not member.joined:
             return  # its node was faster
         member.joined = False
-        if member.call is not None:
-            self._calls.drop(member.call)  # of a task that was cancelled
+        if member.call is not None:  # of a task that was cancelled, or that it computes for others
+            self._calls.drop(member.call)
+            self._drop(member)
         self._events.append(Left(name))
         self._replace(member, self._pool.cluster.clock() + _HANDING_OVER)
 
@@ -104,7 +113,9 @@ class Drains:
         """End a drained worker once no server needs a result in it, and start another instead."""
         if not self._pool.is_current(member):
             return  # its node was faster
-        if self._pool.cluster.clock() < until and self._reducer().has_results_in(member):
+        reducer = self._reducer()
+        holds = reducer is not None and reducer.has_results_in(member)
+        if holds and self._pool.cluster.clock() < until:
             self._calls.later(_LOOK, partial(self._replace, member, until))
             return
         self._calls.later(_ENDING, self._pool.release(member))

@@ -223,6 +223,7 @@ class Ray:
         under_way = self._open = self._make_job(job, self._pool)
         under_way.begin()
         under_way.reducer = self._make_reducer(job, self._pool, under_way)
+        under_way.reducer.leave(under_way.drains.leaving)
         under_way.start_clock()
         calls = self._calls
         self._end_watch = cluster.watch(

@@ -114,7 +114,10 @@ class RayJob:
         self._orders: dict[TaskId, _Order] = {}
         self._homeless: list[TaskId] = []  # tasks that the next idle worker computes again
         self._senders: dict[TaskId, Member] = {}  # the workers of held encoded results
-        self.drains = Drains(pool, calls, events, lambda: self.reducer, self._start_again)
+        self.drains = Drains(
+            *(pool, calls, events, lambda: vars(self).get("reducer")),
+            *(self._drop_tasks, self._start_again),
+        )
         self._raised = Raised()
         self._check = ResultCheck(job.server.layout.size, job.server.vector.dtype)
         self._skipping = Skipping(job.skip_limit)
@@ -214,7 +217,7 @@ class RayJob:
         """Send an idle worker its next task, only one, so that a straggler gathers no queue."""
         if member.busy is not None or not member.joined:
             return
-        tasks = [*self._homeless, *member.waiting]
+        tasks = [*(() if member.draining else self._homeless), *member.waiting]
         if (id := next((id for id in tasks if self._orders[id].is_ready()), None)) is None:
             return
         (self._homeless if id in self._homeless else member.waiting).remove(id)
@@ -427,9 +430,7 @@ class RayJob:
             self._calls.drop(member.call)
         if was_joined:
             self._events.append(Left(member.name))
-        for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
-            self._orders.pop(id, None)
-            self.reducer.drop(id, lost=True)
+        self._drop_tasks(member)
         pause = self._pool.remove_lost(member, distrust)
         if pause is not None and pause > 0:
             self._calls.later(pause, partial(self._start_again, member.name))
@@ -441,6 +442,12 @@ class RayJob:
                 f"all {pool.size} workers are lost and respawns={pool.respawns} is used up; the "
                 f"last one was {self._last_loss}. Ray reports {free:g} free CPUs"
             )
+
+    def _drop_tasks(self, member: Member) -> None:
+        """Give up the tasks of a worker that is lost, or that leaves."""
+        for id in [*([member.busy.task] if member.busy else []), *member.waiting]:
+            self._orders.pop(id, None)
+            self.reducer.drop(id, lost=True)
 
     def _start_again(self, name: WorkerId) -> None:
         self._pool.start(name)

@@ -26,8 +26,12 @@ def draining_nodes() -> set[str]:
 
 def drain_node(node: str, why: str) -> None:
     """Have Ray start nothing more on a node, as `ray drain-node` does."""
-    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
-    accepted, reason = gcs.drain_node(node, _PREEMPTED, why, int(1000 * (time.time() + _LEFT)))
+    until = int(1000 * (time.time() + _LEFT))
+    try:
+        gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+        accepted, reason = gcs.drain_node(node, _PREEMPTED, why, until)
+    except Exception as error:  # of Ray; the workers leave all the same
+        accepted, reason = False, str(error)
     if not accepted:
         logger.warning("Ray may start more processes on node %s: %s", node[:8], reason)
 

@@ -42,13 +42,14 @@ class Reclaimed:
         self._notice: Notice | None = None
         self._told = threading.Event()
         try:
-            signals, writes = os.pipe()
-            os.set_blocking(writes, False)
-            signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
             signal.signal(signal.SIGTERM, lambda number, frame: None)
         except ValueError as error:
             logger.debug("SIGTERM ends this process at once: %s", error)
         else:
+            signals, writes = os.pipe()
+            os.set_blocking(writes, False)
+            signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_end_at_sigterm)
             self._start(self._hear, signals)
         if cloud is not None:
             self._start(self._poll, cloud)
@@ -84,3 +85,9 @@ class Reclaimed:
     def _tell(self, notice: Notice) -> None:
         self._notice = self._notice or notice
         self._told.set()
+
+
+def _end_at_sigterm() -> None:
+    """Let SIGTERM end a forked process, such as one of a DataLoader, and leave its parent alone."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -47,3 +47,22 @@ def test_a_cloud_gives_notice_of_the_whole_machine() -> None:
         service.preempted = True
         assert process.stdout.readline() == "('Google Cloud preempts this machine', True)\n"
         process.kill()
+
+
+def test_a_forked_process_ends_at_sigterm_and_its_parent_hears_nothing() -> None:
+    code = """
+import os, signal, time
+from paceline.engines.ray.reclaimed import Reclaimed
+found = Reclaimed()
+child = os.fork()
+if not child:
+    time.sleep(30)
+    os._exit(0)
+time.sleep(0.5)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), found.wait(0.5))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "-15 None\n"

@@ -197,10 +197,10 @@ class Machine:
         self.files.advance()  # the next step replaces what it refers to
         if not self.steps.is_due():
             return
-        if (slow := self.links.slow(self.steps.slots)) is not None:
-            self._leave_out(slow)
-        elif leaving := self.moves.leaving(self.steps.slots):
+        if leaving := self.moves.leaving(self.steps.slots):
             self._move(leaving)
+        elif (slow := self.links.slow(self.steps.slots)) is not None:
+            self._leave_out(slow)
         elif self.moves.ready:
             self._cut([*(slot.server for slot in self.steps.slots), self.moves.ready.pop(0)])
         self.steps.begin()
@@ -211,10 +211,14 @@ class Machine:
         self._do(Ship())
 
     def leave(self, nodes: Collection[str]) -> None:
-        """Move the slices away from nodes that will be taken away, before the next step."""
+        """Move the slices away from nodes that will be taken away, once no step is under way."""
         self.moves.leave(nodes)
         for server in self.links.forget(nodes, self._fleet):
             self.moves.left(server)
+        if self.steps.history.last.whole and not self.steps.starting:
+            self.files.advance()  # before the slots change
+            if leaving := self.moves.leaving(self.steps.slots):
+                self._move(leaving)
 
     def _move(self, leaving: list[Slot]) -> None:
         """Cut the model anew among the servers that stay, or start the servers elsewhere."""

@@ -184,7 +184,8 @@ class Recovery:
             if slot.index not in self._steps.starting and node is not None and node not in alive:
                 self.recover(slot)
         for version in self._versions():  # a slice may have stayed where its server has left
-            lost = [i for i, node in version.nodes.items() if node and node not in alive]
+            found = [i for i, node in version.nodes.items() if node and node not in alive]
+            lost = [index for index in found if index not in version.missing]  # under way
             if not all(self._steps.makes_again(version, index) for index in lost):
                 version.gone = True
 
@@ -310,6 +311,7 @@ class Recovery:
     def computed_again(self, old: Result, new: Result) -> None:
         """Put a new result in the place of a lost one, and send the steps that waited for it."""
         old.spans, old.slices, old.node = new.spans, new.slices, new.node
+        old.token = new.token
         for step in self._steps.history.log:
             if step.stalled and not any(r.task.id in self._results.again for r in step.results):
                 stalled, step.stalled = step.stalled, set()

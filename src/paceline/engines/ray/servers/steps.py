@@ -248,10 +248,14 @@ class Steps:
         if len(self._cut_anew) == len(self.slots):
             version.slices = [self._cut_anew[each.index] for each in self.slots]
             version.nodes = {each.index: self.node(each) for each in self.slots}
-            version.spans, version.missing = self.spans, set()
+            version.missing &= self.starting
+            version.spans, version.gone = self.spans, False
 
     def makes_again(self, version: Version, index: int) -> bool:
         """Return whether the server of a slice has this version, or will take the step to it."""
+        others = [slot for slot in self.slots if slot.index not in self._cut_anew]
+        if version is self.history.base and version.spans != self.spans and others:
+            return all(slot.newest.version <= version.number for slot in others)
         same = version in self.history.versions() and version.spans == self.spans
         return same and version.number >= self.slots[index].newest.version
 

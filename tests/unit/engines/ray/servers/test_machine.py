@@ -413,12 +413,23 @@ def with_a_leaving_node(node: str) -> Script:
     run.all_started()
     run.step(*WORKERS_OF_THREE)
     finish(run)
-    run.machine.leave({node})
+    leave(run, node)
     return run
 
 
+def leave(run: Script, *nodes: str) -> list[Asked]:
+    """Tell that nodes will be taken away; return the calls that follow."""
+    begin = len(run.calls)
+    run.machine.leave({*nodes})
+    return [asked(call) for call in run.calls[begin:]]
+
+
 def test_slices_leave_before_their_node_and_a_server_returns_on_another() -> None:
-    run = with_a_leaving_node("B")
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    run.step(*WORKERS_OF_THREE)
+    assert leave(run, "B") == []  # in mid-step
+    finish(run)
     assert run.step("w0", "w2") == [
         (SetUp, "s0", 1, (0, 3)),
         (SetUp, "s2", 1, (3, 10)),
@@ -463,16 +474,36 @@ def test_the_version_before_a_move_can_be_had_from_the_servers_that_stay() -> No
     assert run.unusable("s0", lost=lost) == [(Redo, task_of(201, "w1"))]
 
 
+def test_the_version_at_a_cut_is_not_given_up_while_servers_start() -> None:
+    run = with_a_leaving_node("B")
+    version = run.machine.steps.model
+    run.started("s0")
+    run.lost.add("B")
+    run.told(ModelMissed())
+    run.started("s2")
+    assert version.whole and not version.gone
+
+
+def test_a_version_that_is_being_rescued_is_not_given_up() -> None:
+    """A worker misses the model before the others have told what they hold."""
+    run = two_steps(last_is_kept=False)
+    run.told(ModelMissed())
+    run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1, 2]}))
+    run.started("s1", "A")
+    lost = [i for i, r in enumerate(run.last(TakeStep, "s1").pieces.results) if r.node == "B"]
+    assert [call[0] for call in run.unusable("s1", lost=lost)] == [Redo]
+
+
 def test_a_server_that_does_not_come_up_is_tried_again_later() -> None:
     run = with_a_leaving_node("B")
+    assert [c[0] for c in map(asked, run.calls[-3:])] == [SetUp, SetUp, Remove]  # at once
+    run.started("s0")
+    run.started("s2")
     run.worker_of["w1"] = "D"
     assert run.step("w0", "w2")[-2:] == [(Add, "s1"), (Ship,)]
     run.placement.choose("s1", run.alive())
     assert run.told(NotUp("s1", "its process died")) == [(Remove, "s1")]
     for seconds, then in ((PAUSE_SECONDS - 1, []), (1.0, [(Add, "s1")])):
-        for server in ("s0", "s2"):
-            if run.machine.steps.starting:
-                run.started(server)
         finish(run)
         run.now += seconds
         assert [c for c in run.step("w0", "w2") if c[0] is Add] == then
@@ -481,9 +512,7 @@ def test_a_server_that_does_not_come_up_is_tried_again_later() -> None:
 def test_servers_that_all_leave_start_on_the_node_that_stays() -> None:
     run = Script({"s0": "A", "s1": "B"}, WORKERS_OF_THREE)
     run.all_started()
-    run.machine.leave({"A", "B"})
-    calls = run.step("w2")
-    assert [c[0] for c in calls[:4]] == [Replace, SetUp, Replace, SetUp]
+    assert [c[0] for c in leave(run, "A", "B")] == [Replace, SetUp, Replace, SetUp]
     assert {run.placement.choose(s, run.alive()) for s in ("s0", "s1")} == {"C"}
 
 
