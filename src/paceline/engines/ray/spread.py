@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from math import fsum
 from typing import Any, TypeAlias
@@ -48,24 +49,58 @@ def spread(
                 "or call ray.init() first"
             )
         wanted = parts or sum(node["Alive"] for node in ray.nodes())
-        task = _scored.options(max_retries=retries)
-        shared = ray.put(model)
-        refs = [task.remote(score, shared, span) for span in _spans(count, max(wanted, 1))]
+        spans, until = _spans(count, max(wanted, 1)), time.monotonic() + timeout
+        tasks = _Tasks(score, ray.put(model), spans, retries)
         try:
-            return _joined(ray.get(refs, timeout=timeout))
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(
-                f"an evaluation in {len(refs)} parts took more than {timeout:g} s; use a larger "
-                "spread(timeout=…), more parts, or fewer rows"
-            ) from None
+            while tasks.running:
+                if not tasks.wait(until - time.monotonic()):
+                    raise TimeoutError(
+                        f"an evaluation in {len(spans)} parts took more than {timeout:g} s; use a "
+                        "larger spread(timeout=…), more parts, or fewer rows"
+                    )
         finally:
-            for ref in refs:  # those that still run if one has failed
+            for ref in tasks.running:  # if one has failed
                 ray.cancel(ref, force=True)
+        return _joined([tasks.found[index] for index in range(len(spans))])
 
     return evaluate
 
 
-@ray.remote(num_cpus=0, scheduling_strategy="SPREAD")  # type: ignore[untyped-decorator]
+class _Tasks:
+    """One task for each part. A lost one is started again here, and not by Ray.
+
+    Ray 2.60 ends the driver if a task is cancelled while Ray itself tries it again.
+    """
+
+    def __init__(self, score: Score, model: Any, spans: Sequence[range], retries: int) -> None:
+        self._score, self._model, self._spans = score, model, spans
+        self._left = [retries] * len(spans)
+        self.found: dict[int, Mapping[str, Part]] = {}
+        self.running: dict[Any, int] = {}  # the parts of the tasks, by reference
+        for index in range(len(spans)):
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        self.running[_scored.remote(self._score, self._model, self._spans[index])] = index
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next answer; return whether there was one."""
+        done, _ = ray.wait(list(self.running), timeout=max(seconds, 0.0))
+        for ref in done:
+            index = self.running.pop(ref)
+            try:
+                self.found[index] = ray.get(ref, timeout=max(seconds, 0.0))
+            except ray.exceptions.RayTaskError:
+                raise  # of the user's function
+            except ray.exceptions.RayError:
+                self._left[index] -= 1
+                if self._left[index] < 0:
+                    raise
+                self._start(index)
+        return bool(done)
+
+
+@ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")  # type: ignore[untyped-decorator]
 def _scored(score: Score, model: Any, indices: range) -> dict[str, Part]:
     """Score some rows."""
     found = score(model, indices)
