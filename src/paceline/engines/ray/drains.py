@@ -17,8 +17,8 @@ from paceline.engines.ray.reducer import Reducer
 logger = logger_of(__name__)
 
 _HANDING_OVER = 20.0  # seconds that a drained worker keeps results which servers need
+_LOOK = 0.1  # seconds between two looks whether servers still need them
 _ENDING = 2.0  # seconds that a process has to end by itself
-_LOOK = 0.1  # seconds between two looks whether they still do
 
 
 class Drains:
