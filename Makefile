@@ -62,6 +62,7 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/chaos_soak.py
 	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/fleet.py
+	$(PYTHON) benchmarks/fleet_bytes.py
 
 gpu:  ## ten minutes on a machine with GPUs; writes gpu_report.json, and ends with 3 where there is none
 	$(PYTHON) benchmarks/gpu.py

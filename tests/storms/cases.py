@@ -59,6 +59,7 @@ class Case:
     learner: Learner = PROBLEM
     tiles: Partition | None = None
     robust: Robust | None = None
+    sum_on_nodes: bool = False
 
     @property
     def exact(self) -> bool:
@@ -69,8 +70,10 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """By how much, relatively, it may differ: servers decode slices, which round otherwise."""
-        return 1e-9 if self.servers and self.policy.needs_exact_results else 0.0
+        """By how much, relatively, it may differ: servers decode slices, which round otherwise, and
+        so do sums by node."""
+        decoded = self.servers and self.policy.needs_exact_results
+        return 1e-9 if decoded or self.sum_on_nodes else 0.0
 
 
 def case_of(rng: random.Random) -> Case:

@@ -512,7 +512,9 @@ class WorkerProcess(Process):
 class ServerProcess(Process):
     """Has a server in it."""
 
-    calls = frozenset({"set_up", "step", "reduce", "apply", "keep", "give", "show", "write", "up"})
+    calls = frozenset(
+        {"set_up", "step", "reduce", "apply", "sum_up", "keep", "give", "show", "write", "up"}
+    )
 
     def __init__(self, world: World, name: str, node: str) -> None:
         super().__init__(world, name, node)
@@ -521,6 +523,8 @@ class ServerProcess(Process):
     def needs(self, call: Call) -> list[Reference]:
         if call.name == "write":
             return list(call.given[2])
+        if call.name == "sum_up":
+            return list(call.given[1])
         return list(call.given[1][3]) if call.name in ("step", "reduce") else super().needs(call)
 
     def carry_out(self, call: Call) -> None:
@@ -530,6 +534,8 @@ class ServerProcess(Process):
         self.take(call, self.world.rng.uniform(0.02, 0.2) + longest)
 
     def timeout(self, call: Call) -> float | None:
+        if call.name == "sum_up":
+            return float(call.given[2])
         return float(call.given[1][4]) if call.name in ("step", "reduce") else None
 
     def run(self, call: Call) -> tuple[Any, Exception | None]:

@@ -89,6 +89,8 @@ def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:
     # By the seed, so that the other storms stay what they were.
     if case.servers and case.down is None and seed % 5 == 0:
         case = replace(case, down=BFloat16())
+    if case.servers and case.codec is None and seed % 4 == 1:
+        case = replace(case, sum_on_nodes=True)
     world = World(seed, weather, case.workers, TIMEOUT, case.nodes, direct=bool(seed % 2))
     storm = Storm(seed, case, world, folder, rng)
     weather_out(storm)
@@ -372,7 +374,8 @@ class CheckedRay(SimulatedRay):
 
     def __init__(self, case: Case, world: World) -> None:
         servers = case.servers or "driver"
-        super().__init__(case.workers, world, servers, start_timeout=5.0, respawns=10**6)
+        options: dict[str, Any] = {"start_timeout": 5.0, "respawns": 10**6}
+        super().__init__(case.workers, world, servers, sum_on_nodes=case.sum_on_nodes, **options)
 
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout)

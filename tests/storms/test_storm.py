@@ -45,6 +45,12 @@ def test_what_was_promised_holds_in_a_storm(case: str, tmp_path: Path) -> None:
     assert faults > 30
 
 
+def test_a_draining_worker_that_waits_for_a_lost_result_computes_it(tmp_path: Path) -> None:
+    """It is the only worker. Its own task waits for a step, and the step for the result."""
+    outcome = play(1977, tmp_path, "servers")
+    assert outcome.faults["drain"] and outcome.weather.gone == outcome.case.workers - 1
+
+
 def test_the_same_seed_is_the_same_storm(tmp_path: Path) -> None:
     for seed in (3, 8):
         first, second = (play(seed, tmp_path / f"{seed}{name}") for name in "ab")

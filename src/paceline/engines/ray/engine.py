@@ -54,6 +54,9 @@ class Ray:
         the model and of the optimizer's state, so no network card carries more than its share.
         A number: that many servers, on the workers' nodes in turn. By default "spread" if the
         workers are on several nodes and the model has 1 MiB or more, and "driver" otherwise.
+    sum_on_nodes: with servers on several nodes, add up the results of the workers of a node before
+        they leave it. With w workers on each node, a node then sends about 2 / (w + 1) of the
+        bytes. Sums are rounded in another order: the bits depend on which workers share a node.
     allow_insecure: join a cluster on several machines even if it requires no token. Then anyone
         who reaches one of its ports can run code on it; see docs/security.md.
 
@@ -72,6 +75,7 @@ class Ray:
         cpus: float | None = None,
         gpus: Gpus = None,
         servers: Servers = None,
+        sum_on_nodes: bool = False,
         allow_insecure: bool = False,
     ) -> None:
         check_whole("respawns", respawns, 0)
@@ -81,11 +85,16 @@ class Ray:
             isinstance(servers, int) and servers >= 1
         ):
             raise ValueError(f"servers={servers!r}: use 'driver', 'spread', or a number from 1 on")
+        if sum_on_nodes and servers == "driver":
+            raise ValueError(
+                "sum_on_nodes=True: with servers='driver' there are no servers that could add up; "
+                "use servers='spread'"
+            )
         self.fleet = fleet_of(workers, fleet, cpus, gpus)
         self.size, self._has_kinds = len(self.fleet.workers), fleet is not None
         self._address, self._timeout, self._start_timeout = address, timeout, start_timeout
         self._respawns, self._gpus = respawns, gpus
-        self.servers = servers  # may be changed from one run to the next
+        self.servers, self.sum_on_nodes = servers, sum_on_nodes  # may change between runs
         self._allow_insecure = allow_insecure
         self._pool: Pool | None = None
         self._pool_gpus: dict[WorkerId, float] = {}
@@ -257,7 +266,7 @@ class Ray:
     def _make_reducer(self, job: Job, pool: Pool, under_way: RayJob) -> Reducer:
         """Start the processes that keep the model, and wait until they are ready."""
         nodes = pool.nodes() or [self._cluster.node()]  # an interrupt may come before all workers
-        count = server_count(self.servers, job, len(nodes))
+        count = server_count(self.servers, job, len(nodes), self.sum_on_nodes)
         if not count:
             results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)
             return DriverReducer(results, under_way.stepped, encoded=job.codec is not None)
@@ -295,6 +304,7 @@ class Ray:
             self._calls,
             self._timeout,
             self._start_timeout,
+            self.sum_on_nodes,
         )
         asked = Callbacks(
             under_way.stepped, under_way.ship_all, under_way.redo, under_way.refuse_later

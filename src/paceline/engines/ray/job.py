@@ -217,7 +217,9 @@ class RayJob:
         """Send an idle worker its next task, only one, so that a straggler gathers no queue."""
         if member.busy is not None or not member.joined:
             return
-        tasks = [*(() if member.draining else self._homeless), *member.waiting]
+        own, homeless = member.waiting, self._homeless
+        # A draining worker takes such a task only while its own one waits, maybe for that result.
+        tasks = [*own, *(homeless if own else ())] if member.draining else [*homeless, *own]
         if (id := next((id for id in tasks if self._orders[id].is_ready()), None)) is None:
             return
         (self._homeless if id in self._homeless else member.waiting).remove(id)

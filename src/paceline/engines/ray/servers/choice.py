@@ -13,7 +13,7 @@ SPREAD_BYTES = 2**20
 """From this size on, servers keep the model if workers are on several nodes; see docs/scale.md."""
 
 
-def server_count(given: Servers, job: Job, nodes: int) -> int:
+def server_count(given: Servers, job: Job, nodes: int, sum_on_nodes: bool = False) -> int:
     """Return the number of servers for workers on some nodes, 0 for the driver alone.
 
     Raise ValueError if the user wants servers with what only the driver can do.
@@ -27,6 +27,11 @@ def server_count(given: Servers, job: Job, nodes: int) -> int:
         raise ValueError(
             f"{count} servers for a model of {job.server.layout.size} values: use fewer, or "
             "servers='driver'"
+        )
+    if count and sum_on_nodes and job.codec is not None:
+        raise ValueError(
+            f"sum_on_nodes=True with codec={job.codec}: encoded results cannot be added up before "
+            "they are sent; use one of the two"
         )
     if count:
         job.server.recipe((0, 1))  # raises before the start if the optimizer cannot be cut

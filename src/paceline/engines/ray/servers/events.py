@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from paceline.core.protocol import Stat, Task
+from paceline.core.protocol import Coefficients, Stat, Task
 from paceline.engines.base import Writing
 from paceline.engines.ray.servers.slices import (
     Copy,
     Kept,
     LeftOut,
+    NodeSum,
     Object,
     Result,
     Slot,
@@ -35,17 +36,36 @@ Way: TypeAlias = tuple[str, str]
 class Pieces:
     """The pieces of a step's results that meet one slice.
 
+    weights: of each result, or of a sum in its place.
     at: where the pieces of each result go in the slice; None if each result comes as one.
     results, slices: of each piece its result, and that result's slices as they are sent now.
+    groups: the places of results that are added up first, by node; None: all in one order.
+    sums: the sums among the pieces, by place. Such a piece has the first of its results.
     """
 
+    weights: list[Coefficients]
     at: list[list[Span]] | None
     refs: list[Any]
     results: list[Result]
     slices: list[Sequence[Any]]
+    groups: list[list[int]] | None = None
+    sums: Mapping[int, NodeSum] = field(default_factory=dict)
 
 
 # --- calls to servers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SumUp:
+    """Have a server add up the results of its node, for servers on other nodes.
+
+    No answer is awaited. The results replace a sum that does not come.
+    """
+
+    server: str
+    version: int
+    step: Step = field(compare=False, repr=False)
+    results: NodeSum = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -231,7 +251,7 @@ class Refuse:
 ServerCall: TypeAlias = SetUp | TakeStep | Reduce | Apply
 WorkerCall: TypeAlias = AskHeld | ReadHeld | Probe
 Request: TypeAlias = Replace | Remove | Add | Trust | Report | Ship | Redo | Refuse
-Call: TypeAlias = ServerCall | KeepState | GiveState | WriteSlice | WorkerCall | Request
+Call: TypeAlias = ServerCall | SumUp | KeepState | GiveState | WriteSlice | WorkerCall | Request
 
 
 # --- events --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class Settings:
     itemsize: the bytes of a value of the model on its way.
     rounded: whether workers get rounded values only. The exact values are then a part of the state.
     direct: whether results are in the process of their worker, and are lost with it.
+    sum_on_nodes: whether results of one node are added up before they leave it.
     """
 
     layout: Layout
@@ -26,6 +27,7 @@ class Settings:
     timeout: float
     direct: bool = False
     rounded: bool = False
+    sum_on_nodes: bool = False
 
 
 class Fleet(Protocol):

@@ -269,6 +269,10 @@ class Recovery:
         """Recompute the results that a server could not use."""
         step, slot, pieces = event.call.step, event.call.slot, event.call.pieces
         of, sent = pieces.results, pieces.slices
+        failed = (*event.lost, *event.late, *event.bad)
+        if sums := [pieces.sums[i] for i in failed if i in pieces.sums]:
+            self._steps.send_singly(step, slot, sums)
+            return
         slot.sent = step.version - 1
         alive = self._fleet.alive()
         current = {i for i in range(len(of)) if of[i].slices is sent[i]}

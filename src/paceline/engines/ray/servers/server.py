@@ -23,6 +23,7 @@ from paceline.core.protocol import Coefficients, Stat
 from paceline.engines import low_priority
 from paceline.engines.checks import NOT_FINITE, norm_of
 from paceline.engines.ray.servers.shared_folder import answer, check_seen
+from paceline.engines.ray.servers.sums import grouped, weighted_sum
 from paceline.engines.ray.transport.holder import Holder
 from paceline.engines.ray.transport.incoming import Incoming
 from paceline.engines.ray.transport.link import Address
@@ -40,9 +41,13 @@ Done: TypeAlias = tuple[Sums, bool, list[float]]
 """The sums, whether there is state in arrays, and how many seconds each result took to arrive."""
 Pieces: TypeAlias = Sequence[Sequence[Span]] | None
 """Where in this slice the pieces of each result go; None if each comes as one."""
-Order: TypeAlias = tuple[Sequence[Coefficients], Sequence[Stat], Pieces, Sequence[Any], float]
-"""The results to add up: weights, wanted statistics, where pieces go, their references, and the
-timeout in seconds."""
+Groups: TypeAlias = Sequence[Sequence[int]] | None
+"""The places of results that are added up first; None: all in one order."""
+Order: TypeAlias = tuple[
+    Sequence[Coefficients], Sequence[Stat], Pieces, Sequence[Any], float, Groups
+]
+"""The results to add up: weights, wanted statistics, where pieces go, their references, the
+timeout in seconds, and the groups."""
 
 
 class Unusable(Exception):
@@ -125,7 +130,7 @@ class Server(Holder):
         a lower priority, and up to twice as late over a slow link.
         """
         shard = self._turn(version)
-        given, wants, at, refs, patience = order
+        given, wants, at, refs, patience, groups = order
         weights = [factors_of(weight) for weight in given]
         incoming = Incoming(refs, patience, self._clock)
         if incoming.fails():
@@ -138,6 +143,8 @@ class Server(Holder):
         if at is not None:
             pieces = list(_put_together(np.empty(stop - start, shard.vector.dtype), at, pieces))
         factors, vectors = decoded(weights, pieces, self._span)
+        if groups is not None:
+            factors, vectors = grouped(factors, vectors, groups)
         self._sums = shard.reduce(factors, vectors, frozenset(wants))
         self._reduced = version
         return self._sums
@@ -182,6 +189,21 @@ class Server(Holder):
         self._version = version
         state = self._state()
         return (self._sums, bool(state[0]), self._seconds), self._published(shard), state
+
+    @ray.method(concurrency_group="sums")  # type: ignore[untyped-decorator]
+    def sum_up(self, weights: Sequence[float], slices: Sequence[Any], patience: float) -> Any:
+        """Add up results of this node for servers on others, beside the steps of this server.
+
+        slices: for each of those servers in turn, its slices of all results.
+        Return a sum for each of them. The receiver checks its values.
+        """
+        incoming = Incoming(slices, patience, self._clock)
+        if incoming.fails():
+            raise Unusable(*incoming.failed(), {})
+        count, found = len(weights), incoming.slices
+        starts = range(0, len(found), count)
+        sums = tuple(weighted_sum(weights, found[start : start + count]) for start in starts)
+        return sums[0] if len(sums) == 1 else sums
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def keep(

@@ -54,6 +54,7 @@ from paceline.engines.ray.servers.events import (
     Started,
     StateKept,
     StepTaken,
+    SumUp,
     TakeStep,
     Trust,
     WriteSlice,
@@ -62,7 +63,7 @@ from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Unusable
-from paceline.engines.ray.servers.slices import Copy, Kept, Step, Version
+from paceline.engines.ray.servers.slices import Copy, Kept, Version
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
 from paceline.engines.ray.transport.calls import Transport
 from paceline.engines.ray.worker import Gone, Token
@@ -82,6 +83,7 @@ class Processes:
 
     secret: of the processes that may connect to each other.
     timeout, start_timeout: seconds for a call, and for the start of a server.
+    sum_on_nodes: whether results of one node are added up before they leave it.
     """
 
     servers: Pool
@@ -92,6 +94,7 @@ class Processes:
     calls: Calls
     timeout: float
     start_timeout: float
+    sum_on_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ class Shell:
             processes.timeout,
             processes.transport.direct,
             rounded=model_codec is not None,
+            sum_on_nodes=processes.sum_on_nodes,
         )
         fleet = RayFleet(processes, self.transfers)
         machine = Machine(settings, fleet, processes.placement, copies, self._make)
@@ -203,6 +207,8 @@ class Shell:
         match call:
             case SetUp() | TakeStep() | Reduce() | Apply():
                 self._call_server(call)
+            case SumUp():
+                self._sum_up(call)
             case KeepState():
                 self._keep_state(call)
             case GiveState(keeper, index, version):
@@ -255,18 +261,27 @@ class Shell:
                 )
             case TakeStep(_, version, step=step, pieces=pieces):
                 made = member, version, call.values, call.state
-                order = self._order(step, pieces)
+                order = self._order(pieces)
                 done = self._transport.publish(*made, "step", version, order, step.lr_scale)
-            case Reduce(_, version, step=step, pieces=pieces):
-                done = actor.reduce.remote(version, self._order(step, pieces))
+            case Reduce(_, version, pieces=pieces):
+                done = actor.reduce.remote(version, self._order(pieces))
             case Apply(_, version, totals, step=step):
                 made = member, version, call.values, call.state
                 done = self._transport.publish(*made, "apply", version, totals, step.lr_scale)
         self._await(call, member, done, timeout)
 
-    def _order(self, step: Step, pieces: Pieces) -> tuple[Any, ...]:
+    def _order(self, pieces: Pieces) -> tuple[Any, ...]:
         half = self._timeout / 2
-        return step.weights, self._wants, pieces.at, pieces.refs, half
+        return pieces.weights, self._wants, pieces.at, pieces.refs, half, pieces.groups
+
+    def _sum_up(self, call: SumUp) -> None:
+        results, sums = call.step.results, call.results.sums
+        weights = [call.step.weights[index] for index in call.results.members]
+        slices = [results[i].slices[slot] for slot in sums for i in call.results.members]
+        method = self._pool.members[call.server].actor.sum_up.options(num_returns=len(sums))
+        made = method.remote(weights, slices, self._timeout / 4)
+        for each, ref in zip(sums.values(), made if len(sums) > 1 else [made], strict=True):
+            each.ref = ref
 
     def _await(self, call: ServerCall, member: Member, ref: Any, timeout: float) -> None:
         """Report the answer, unless the server is lost before."""

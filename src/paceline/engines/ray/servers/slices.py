@@ -118,6 +118,19 @@ class Slot:
 
 
 @dataclass(eq=False)
+class NodeSum:
+    """Results of a step that come from one node.
+
+    members: their places among the results of the step.
+    sums: their sum, for each slot of another node that fetches it in their place.
+    """
+
+    node: str
+    members: list[int]
+    sums: dict[int, Object] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Step:
     """A step on its way through the servers. Lists go by slot."""
 
@@ -132,11 +145,27 @@ class Step:
     totals: Sums | None = None
     done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds to each arrival
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
+    nodes: list[NodeSum] | None = None  # if results are added up by node
 
     @property
     def is_fresh(self) -> bool:
         """Whether all results were computed on the version that the step starts from."""
         return all(result.model.number == self.version - 1 for result in self.results)
+
+    def arrivals(self, slot: int, seconds: Sequence[float]) -> Sequence[float]:
+        """Return the seconds to the arrival of each result, or of the sum that has it."""
+        if self.nodes is None:
+            return seconds
+        found: dict[int, float] = {}
+        rest = iter(seconds)
+        for each in self.nodes:
+            shared = next(rest, None) if slot in each.sums else None
+            for index in each.members:
+                after = next(rest, None) if slot not in each.sums else shared
+                if after is None:
+                    return ()
+                found[index] = after
+        return [found[index] for index in range(len(found))]
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ each server. A version of the model is whole, and reported, when every server ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from paceline.core.averages import by_count, mean_loss
@@ -22,6 +22,7 @@ from paceline.engines.ray.servers.events import (
     Ship,
     StateKept,
     StepTaken,
+    SumUp,
     TakeStep,
     Trust,
 )
@@ -29,7 +30,16 @@ from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.history import History
 from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.pieces import pieces_of
-from paceline.engines.ray.servers.slices import Copy, Object, Result, Slot, Step, Version
+from paceline.engines.ray.servers.slices import (
+    Copy,
+    NodeSum,
+    Object,
+    Result,
+    Slot,
+    Step,
+    Version,
+)
+from paceline.engines.ray.servers.sums import by_node
 from paceline.learners.base import Sums, add_up, statistics
 
 LAG = 3
@@ -103,8 +113,30 @@ class Steps:
         step.model.spans, step.states = self.spans, [None] * count
         step.model.slices = [None] * count
         self.history.log.append(step)
+        if self._settings.sum_on_nodes and not any(
+            isinstance(each, tuple) for each in step.weights
+        ):
+            self._sum_on_nodes(step)
         for slot in self.slots:
             self.feed(slot)
+
+    def _sum_on_nodes(self, step: Step) -> None:
+        """Have servers add up the results of their nodes for the servers on other nodes."""
+        step.nodes = by_node(step.results)
+        servers = {self.node(slot): slot.server for slot in self.slots}
+        for node in step.nodes:
+            alike = all(step.results[index].spans == self.spans for index in node.members)
+            others = [slot.index for slot in self.slots if self.node(slot) != node.node]
+            if len(node.members) > 1 and alike and others and node.node in servers:
+                node.sums = {index: Object() for index in others}
+                self._do(SumUp(servers[node.node], step.version, step, node))
+
+    def send_singly(self, step: Step, slot: Slot, nodes: Iterable[NodeSum]) -> None:
+        """Send a server the results of nodes in place of their sums."""
+        for node in nodes:
+            node.sums.pop(slot.index, None)
+        slot.sent = step.version - 1
+        self.feed(slot)
 
     def feed(self, slot: Slot) -> None:
         """Send a server the step that it has to take next, one at a time."""
@@ -117,7 +149,7 @@ class Steps:
                 self._send(step, slot)
 
     def _send(self, step: Step, slot: Slot) -> None:
-        pieces = pieces_of(step, slot.span)
+        pieces = pieces_of(step, slot)
         if self._settings.needs_totals:
             self._do(Reduce(slot.server, step.version, slot, step, pieces))
         else:
@@ -149,7 +181,8 @@ class Steps:
     def taken(self, event: StepTaken) -> None:
         """Note that a server has taken a step; report the step if it is the last one."""
         step, slot = event.call.step, event.call.slot
-        step.sums[slot.index], step.done[slot.index] = event.sums, event.seconds
+        step.sums[slot.index] = event.sums
+        step.done[slot.index] = step.arrivals(slot.index, event.seconds)
         values, state = step.model.slices[slot.index], step.states[slot.index]
         assert values is not None and state is not None
         slot.newest = self.copy_of(slot, step.version, values, state)
@@ -161,6 +194,8 @@ class Steps:
         if len(step.done) == len(self.slots) and not step.model.taken:
             step.model.taken = True
             self._links.watch(step, self.slots, self.node)
+            for node in step.nodes or ():
+                node.sums.clear()  # whoever takes this step again uses the results
             totals = step.totals or self._totals(step)
             self._do(Report(step.stats | statistics(totals, self._settings.wants)))
 

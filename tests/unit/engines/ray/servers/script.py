@@ -51,6 +51,7 @@ class Script:
         totals: bool = False,
         respawns: int = 9,
         rounded: bool = False,
+        sum_on_nodes: bool = False,
     ) -> None:
         self.now, self.probing, self.respawns = 0.0, False, respawns
         self.nodes, self.worker_of, self.up = dict(servers), dict(workers), set[str]()
@@ -61,7 +62,11 @@ class Script:
         parts = [Object("s0")] if rounded else [Object("v0"), Object("s0")]
         copies = {name: Copy(0, [span], parts) for name, span in spans}
         self.placement = Placement(servers, self.worker_nodes)
-        settings = Settings(layout, 8, totals, frozenset(), 20.0, rounded=rounded)
+        settings = Settings(
+            *(layout, 8, totals, frozenset(), 20.0),
+            rounded=rounded,
+            sum_on_nodes=sum_on_nodes,
+        )
         self.machine = Machine(settings, self, self.placement, copies, self._do)
 
     # --- the fleet, as the machine sees it -------------------------------------------------------

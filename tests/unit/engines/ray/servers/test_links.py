@@ -98,7 +98,7 @@ def spent(count: int) -> float:
         begin = time.process_time()
         Links().watch(step, slots, lambda slot: f"n{slot.index}")
         for slot in slots:
-            pieces_of(step, slot.span)
+            pieces_of(step, slot)
         return time.process_time() - begin
 
     return min(once() for _ in range(5))
@@ -131,13 +131,13 @@ def test_pieces_are_those_that_meet_the_slice_however_results_were_cut() -> None
     slots, step = step_of(4)
     others = [(0, 3), (3, 9), (9, 14)]
     step.results[1].spans, step.results[1].slices = others, ["a", "b", "c"]
-    found = pieces_of(step, slots[2].span)  # from 6 to 10
+    found = pieces_of(step, slots[2])  # from 6 to 10
     assert found.at == [[(0, 4)], [(-3, 3), (3, 8)], [(0, 4)], [(0, 4)]]
     own = [result.slices[2] for result in step.results]
     assert found.refs == [own[0], "b", "c", own[2], own[3]]
     assert [result.task.id for result in found.results] == [0, 1, 1, 2, 3]
     step.results.pop(1)
-    assert pieces_of(step, slots[2].span).at is None
+    assert pieces_of(step, slots[2]).at is None
 
 
 class Ref:

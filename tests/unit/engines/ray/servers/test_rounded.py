@@ -169,7 +169,7 @@ def test_a_server_publishes_rounded_values_and_steps_on_exact_ones() -> None:
     values = np.array([1.001, 1.001])
     for version in (1, 2):
         gradient = np.array([1e-3, 1e-3])
-        _, packed, (arrays, _) = server.step(version, ([1.0], [], None, [Ref(gradient)], 5.0))
+        _, packed, (arrays, _) = server.step(version, ([1.0], [], None, [Ref(gradient)], 5.0, None))
         values = (np.ones(2) if version == 1 else values) - 0.5 * gradient
         assert np.array_equal(arrays["values"], values)
         worker = Worker()

@@ -49,7 +49,7 @@ def results(*vectors: Sequence[float]) -> list[Ref]:
 def test_a_step_adds_up_and_steps() -> None:
     server = serving()
     refs = results([1.0, 0.0], [0.0, 2.0])
-    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, 5.0))
+    done, values, _ = server.step(4, ([0.5, 0.5], ["norm"], None, refs, 5.0, None))
     assert values.tolist() == [0.75, 0.5]
     sums, has_arrays, seconds = done
     assert sums["norm"] == pytest.approx(1.25) and not has_arrays and len(seconds) == 2
@@ -59,22 +59,22 @@ def test_a_step_adds_up_and_steps() -> None:
 def test_only_the_next_step_is_taken(version: int) -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="at version 3 cannot make version"):
-        server.step(version, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+        server.step(version, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
     assert server._shard is not None and server._shard.vector.tolist() == [1.0, 1.0]
 
 
 def test_a_repeated_step_is_not_taken_twice() -> None:
     server = serving()
-    server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+    server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
     with pytest.raises(RuntimeError, match="at version 4 cannot make version 4"):
-        server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+        server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
 
 
 def test_nothing_is_applied_that_was_not_added_up() -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="came before its reduce"):
         server.apply(4, {})
-    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+    server.reduce(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
     server.apply(4, {})
     with pytest.raises(RuntimeError, match="came before its reduce"):
         server.apply(5, {})
@@ -83,9 +83,9 @@ def test_nothing_is_applied_that_was_not_added_up() -> None:
 def test_a_result_that_does_not_come_leaves_everything_as_it_was() -> None:
     server, late = serving(), Ref()
     with pytest.raises(Unusable) as error:
-        server.step(4, ([1.0, 1.0], [], None, [*results([1.0, 1.0]), late], 0.01))
+        server.step(4, ([1.0, 1.0], [], None, [*results([1.0, 1.0]), late], 0.01, None))
     assert error.value.late == [1] and not error.value.lost
-    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
     assert values.tolist() == [0.5, 0.5]
 
 
@@ -103,11 +103,11 @@ def test_a_bad_slice_is_refused_before_anything_is_added(bad: Any, why: str) -> 
     server = serving()
     refs = [*results([1.0, 0.0]), Ref(bad)]
     with pytest.raises(Unusable) as error:
-        server.step(4, ([0.5, 0.5], [], None, refs, 5.0))
+        server.step(4, ([0.5, 0.5], [], None, refs, 5.0, None))
     assert list(error.value.bad) == [1] and why in error.value.bad[1]
     copy = pickle.loads(pickle.dumps(error.value))  # noqa: S301  our own
     assert copy.bad == error.value.bad and why in str(copy)
-    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0))
+    _, values, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
     assert values.tolist() == [0.5, 0.5]
 
 
@@ -181,9 +181,9 @@ def test_a_slice_that_is_lost_is_told_of() -> None:
 
 def test_a_server_writes_what_was_published_and_not_what_it_has_by_now(tmp_path: Path) -> None:
     server, token = serving(), offer(tmp_path)
-    _, values, state = server.step(4, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0))
+    _, values, state = server.step(4, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0, None))
     published = values.copy(), ({n: a.copy() for n, a in state[0].items()}, {"groups": [1]})
-    server.step(5, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0))
+    server.step(5, ([1.0], ["dot"], None, results([1.0, 0.0]), 5.0, None))
     file = tmp_path / "slice"
     sha, data = server.write(str(file), token, [Ref(each) for each in published], 5.0)
     found = load_file(file)
