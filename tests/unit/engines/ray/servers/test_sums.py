@@ -103,7 +103,7 @@ def test_bits_do_not_depend_on_where_the_sum_was_made() -> None:
     refs = [Ref(each) for each in vectors]
     _, singly, _ = serving(1000).step(1, (weights, [], None, refs, 5.0, groups))
     sums = serving(1000).sum_up(weights[:3], refs[:3], 5.0)
-    some = [1.0, *weights[3:]], [], None, [Ref(sums), *refs[3:]], 5.0, [[0], [1], [2, 3]]
+    some: Any = [1.0, *weights[3:]], [], None, [Ref(sums), *refs[3:]], 5.0, [[0], [1], [2, 3]]
     _, summed, _ = serving(1000).step(1, some)
     assert np.array_equal(singly, summed)
     _, in_order, _ = serving(1000).step(1, (weights, [], None, refs, 5.0, None))
