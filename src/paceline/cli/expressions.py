@@ -19,7 +19,18 @@ POLICIES = frozenset(
     }
 )
 CODECS = frozenset(
-    {"BFloat16", "Half", "Int8", "Sign", "TopK", "RandomK", "LowRank", "Feedback", "Chain"}
+    {
+        "BFloat16",
+        "Half",
+        "Int8",
+        "Sign",
+        "TwoBit",
+        "TopK",
+        "RandomK",
+        "LowRank",
+        "Feedback",
+        "Chain",
+    }
 )
 _PARTS = frozenset(
     {

@@ -7,6 +7,7 @@ from .quantize import BFloat16 as BFloat16
 from .quantize import Half as Half
 from .quantize import Int8 as Int8
 from .quantize import Sign as Sign
+from .quantize import TwoBit as TwoBit
 from .sparse import RandomK as RandomK
 from .sparse import TopK as TopK
 from .triggers import Always as Always

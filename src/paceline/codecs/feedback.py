@@ -29,14 +29,20 @@ class Feedback:
     With a scaled RandomK it is larger, so that codec is refused.
     refunds: whether a message that no step used goes back into the memory. A result too old for a
         step then arrives with a later message; without refunds it is lost, as without a codec.
+    decay: the factor of e in the next message, p = g + decay e / rate. Below 1 old remainders fade
+        out. For local steps, 0.95 takes the place of the outer momentum in SparseLoCo (Sarfi et al.
+        2025, arXiv 2508.15706).
     """
 
     codec: Codec
     refunds: bool = True
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, Feedback | DeepGradient):
             raise ValueError(f"{self.codec} has error feedback already; use it without Feedback")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay}: use a number above 0 and at most 1")
         if expands(self.codec):
             raise ValueError(
                 f"the error of {self.codec} may exceed its input, so the memory of Feedback would "
@@ -51,13 +57,13 @@ class Feedback:
         return self.codec.decode(message, size)
 
     def sender(self, size: int) -> Sender:
-        return _FeedbackSender(self.codec, size, self.refunds)
+        return _FeedbackSender(self, size)
 
 
 class _FeedbackSender:
-    def __init__(self, codec: Codec, size: int, refunds: bool = True) -> None:
-        self._codec, self._size, self._refunds = codec, size, refunds
-        self._inner = codec.sender(size)
+    def __init__(self, recipe: Feedback, size: int) -> None:
+        self._codec, self._size, self._recipe = recipe.codec, size, recipe
+        self._inner = recipe.codec.sender(size)
         self._error: Tensor | None = None
 
     def send(
@@ -69,13 +75,13 @@ class _FeedbackSender:
             return self._inner.send(vector, key, rate)
         if self._error is None:
             self._error = torch.zeros_like(vector)
-        wanted = torch.add(vector, self._error.to(vector), alpha=1 / rate)
+        wanted = torch.add(vector, self._error.to(vector), alpha=self._recipe.decay / rate)
         message = self._inner.send(wanted, key, rate)
         self._error = wanted.sub_(self._codec.decode(message, self._size)).mul_(rate)
         return message
 
     def refund(self, message: Message) -> None:
-        if not self._refunds:
+        if not self._recipe.refunds:
             return
         sent = self._codec.decode(message, self._size)
         if message.rate and finite(sent):

@@ -36,12 +36,18 @@ class Lazy:
 
     trigger: each worker has its own copy, which gets the statistics of each tensor.
     codec: encodes the difference; None: the tensors themselves are sent, unencoded.
+    momentum: each worker sends its average v = momentum v + (1 - momentum) g in place of g. With
+        `Always` and TopK it is EF21-SGDM (Fatkhullin, Tyurin and Richtárik, 2023, arXiv
+        2305.15155), which needs no large batches. The server's optimizer then has no momentum.
     """
 
     trigger: Trigger = Always()
     codec: Codec | None = None
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum}: use a number from 0 to below 1")
         if isinstance(self.codec, Feedback | DeepGradient | Lazy):
             raise ValueError(
                 f"{self.codec} has error feedback, and the differences of Lazy already include "
@@ -132,12 +138,14 @@ class LazySender:
         self._known = Known(recipe, sizes)
         self._trigger = deepcopy(recipe.trigger)
         self._model: Tensor | None = None  # of the last vector, if the trigger wants "move"
+        self._momentum = recipe.momentum
+        self._average: Tensor | None = None  # of the vectors, if there is momentum
 
     def send(
         self, vector: Tensor, key: int, rate: float = 1.0, model: Tensor | None = None
     ) -> Message:
         """Return the message for a vector that was computed on a model."""
-        vector = checked(vector)
+        vector = self._averaged(checked(vector))
         number, known = self._known.number + 1, self._known.vector
         change = vector if known is None else vector - known
         named = self._fires(number, vector, change, rate, model)
@@ -155,6 +163,16 @@ class LazySender:
         message = Message((told, bits, *parts), rate)
         self._known.take(message, vector.dtype)
         return message
+
+    def _averaged(self, vector: Tensor) -> Tensor:
+        """Return the average with earlier vectors; one that is not finite stays as it is."""
+        if not self._momentum or not finite(vector):
+            return vector
+        average = (
+            vector if self._average is None else self._average.lerp(vector, 1 - self._momentum)
+        )
+        self._average = average
+        return average
 
     def _fires(
         self, number: int, vector: Tensor, change: Tensor, rate: float, model: Tensor | None
@@ -189,11 +207,12 @@ class LazySender:
         trigger = json.dumps(save_state(self._trigger)).encode()
         state = self._known.state_dict()
         state["trigger"] = torch.frombuffer(bytearray(trigger), dtype=torch.uint8)
-        return state if self._model is None else {**state, "model": self._model}
+        others = {"model": self._model, "average": self._average}
+        return state | {name: each for name, each in others.items() if each is not None}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._known.load_state_dict(state)
-        self._model = state.get("model")
+        self._model, self._average = state.get("model"), state.get("average")
         if "trigger" in state:
             load_state(self._trigger, json.loads(state["trigger"].numpy().tobytes()))
 

@@ -23,7 +23,7 @@ from paceline.codecs.base import (
 from paceline.codecs.chain import Chain
 from paceline.codecs.feedback import DeepGradient, Feedback
 from paceline.codecs.lowrank import LowRank
-from paceline.codecs.quantize import BFloat16, Half, Int8, Sign
+from paceline.codecs.quantize import BFloat16, Half, Int8, Sign, TwoBit
 from paceline.codecs.sparse import RandomK, TopK
 
 # What each codec sends for a vector of n numbers, for instance all matrices of 10 columns.
@@ -36,6 +36,8 @@ CODECS: dict[str, Callable[[int], Codec]] = {
     "int8": lambda n: Int8(64),
     "int8 nearest": lambda n: Int8(64, stochastic=False),
     "sign": lambda n: Sign(64),
+    "two bits": lambda n: TwoBit(64),
+    "fading feedback": lambda n: Feedback(TopK(0.1), decay=0.9),
     "half": lambda n: Half(),
     "bfloat16": lambda n: BFloat16(),
     "low rank": lambda n: LowRank(2, ((n // 10, 10), (n % 10,))),

@@ -13,7 +13,7 @@ from paceline.codecs.base import Codec, Message, pack, unpack
 from paceline.codecs.chain import Chain
 from paceline.codecs.feedback import DeepGradient, Feedback
 from paceline.codecs.lowrank import LowRank
-from paceline.codecs.quantize import BFloat16, Half, Int8, Sign
+from paceline.codecs.quantize import BFloat16, Half, Int8, Sign, TwoBit
 from paceline.codecs.sparse import RandomK, TopK
 
 N = 40
@@ -22,6 +22,7 @@ CODECS: dict[str, Codec] = {
     "random": RandomK(0.2),
     "int8": Int8(16),
     "sign": Sign(16),
+    "two bits": TwoBit(16),
     "half": Half(),
     "bfloat16": BFloat16(),
     "low rank": LowRank(1, ((6, 6), (4,))),
@@ -74,6 +75,20 @@ def test_it_is_the_rule_of_the_textbook(name: str) -> None:
         sent[kept] = wanted[kept]
         error, other = wanted - sent, other - sent
         torch.testing.assert_close(x, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.95])
+def test_a_memory_that_fades_is_the_accumulator_of_sparse_local_steps(decay: float) -> None:
+    """At rate 1: e = decay e + d, send C(e), e = e - C(e)."""
+    codec = Chain(TopK(0.1), TwoBit(16))
+    sender = Feedback(codec, decay=decay).sender(N)
+    memory = torch.zeros(N, dtype=torch.float64)
+    for t in range(50):
+        change = normal(N, t)
+        memory = decay * memory + change
+        message = sender.send(change, t, 1.0)
+        memory = memory - codec.decode(message, N)
+        torch.testing.assert_close(sender.state_dict()["error"], memory, rtol=0, atol=1e-12)
 
 
 def test_refunding_a_message_restores_it_exactly() -> None:

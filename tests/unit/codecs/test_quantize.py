@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs.quantize import BFloat16, Half, Int8, Sign
+from paceline.codecs.quantize import BFloat16, Half, Int8, Sign, TwoBit
 
 
 def normal(n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -62,7 +62,7 @@ def test_the_largest_number_never_turns_over() -> None:
 
 
 def test_zeros_and_numbers_too_small_to_scale_are_read_as_zeros_or_nearly() -> None:
-    for codec in (Int8(8), Int8(8, stochastic=False), Sign(8)):
+    for codec in (Int8(8), Int8(8, stochastic=False), Sign(8), TwoBit(8)):
         assert codec.decode(codec.encode(torch.zeros(20), 0), 20).abs().max() == 0
         tiny = torch.full((20,), 1e-44)
         assert codec.decode(codec.encode(tiny, 0), 20).abs().max() <= 1e-44
@@ -79,10 +79,37 @@ def test_sign_sends_signs_times_the_mean(n: int, block: int, seed: int) -> None:
         torch.testing.assert_close((part - other).square().sum(), missed, atol=1e-12, rtol=1e-9)
 
 
+@given(st.integers(1, 200), st.integers(1, 70), st.integers(0, 20))
+def test_two_bits_send_signs_times_one_of_two_means(n: int, block: int, seed: int) -> None:
+    vector, codec = normal(n, seed), TwoBit(block)
+    read = codec.decode(codec.encode(vector, 0), n)
+    for low in range(0, n, block):
+        part, other = vector[low : low + block], read[low : low + block]
+        sizes = part.abs()
+        large = sizes > sizes.mean()
+        for half in (large, ~large):
+            if half.any():
+                expected = part[half].sign() * sizes[half].mean()
+                torch.testing.assert_close(other[half], expected)
+        missed = (part - other).square().sum()
+        of_sign = (part - Sign(block).decode(Sign(block).encode(part, 0), part.numel())).square()
+        assert missed <= of_sign.sum() + 1e-12
+
+
+def test_two_bits_after_top_k_miss_less_than_one_bit() -> None:
+    """Of numbers with a normal law, the largest tenth: what SparseLoCo sends."""
+    chosen = normal(100_000).abs().topk(10_000).values
+
+    def missed(codec: Sign | TwoBit) -> float:
+        return float((codec.decode(codec.encode(chosen, 0), 10_000) - chosen).square().sum())
+
+    assert 0.1 < missed(TwoBit()) / missed(Sign()) < 0.4
+
+
 def test_a_block_that_is_not_finite_spoils_no_other() -> None:
     vector = normal(30)
     vector[12] = float("nan")
-    for codec in (Int8(10), Sign(10)):
+    for codec in (Int8(10), Sign(10), TwoBit(10)):
         finite = codec.decode(codec.encode(vector, 0), 30).isfinite()
         assert finite.tolist() == [True] * 10 + [False] * 10 + [True] * 10
 
@@ -109,15 +136,16 @@ def test_short_floats_round_once_and_stop_at_their_largest() -> None:
     [
         (Int8(100), 1003 + 11 * 4),
         (Sign(100), 126 + 11 * 4),
+        (TwoBit(100), 2 * 126 + 2 * 11 * 4),
         (Half(), 2006),
         (BFloat16(), 2006),
     ],
 )
-def test_what_travels(codec: Int8 | Sign | Half | BFloat16, nbytes: int) -> None:
+def test_what_travels(codec: Int8 | Sign | TwoBit | Half | BFloat16, nbytes: int) -> None:
     assert codec.encode(normal(1003, dtype=torch.float32), 0).nbytes == nbytes
 
 
 def test_a_block_has_a_number_at_least() -> None:
-    for codec in (Int8, Sign):
+    for codec in (Int8, Sign, TwoBit):
         with pytest.raises(ValueError, match="one number at least"):
             codec(0)
