@@ -10,10 +10,13 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 # Some benchmarks use the fault simulation and the oracles of the tests, or the examples' data.
 _ROOT = Path(__file__).parents[1]
@@ -21,10 +24,12 @@ sys.path.extend([str(_ROOT), str(_ROOT / "examples")])
 
 
 def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParser:
-    """Return a parser with `--quick`, to which a benchmark adds its own arguments."""
+    """Return a parser with `--quick` and `--save`, to which a benchmark adds its own arguments."""
     arguments = argparse.ArgumentParser(description=description)
     about = f"a short look, under {seconds} seconds"
     arguments.add_argument("--quick", action="store_true", help=about)
+    about = "also write the last line of JSON here, for benchmarks/results"
+    arguments.add_argument("--save", type=Path, metavar="FILE.json", help=about)
     return arguments
 
 
@@ -154,22 +159,52 @@ def our_processes() -> dict[int, list[str]]:
     return {pid: fields[pid] for pid in ours}
 
 
+class Pace:
+    """Measures how fast this machine is now, by a fixed loop of Python and NumPy.
+
+    Bounds on time are ratios of CPU time to this loop, so that they hold on slower and on busy
+    machines. Call `look` between the measurements.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[float] = []
+        self.look()
+
+    def look(self) -> None:
+        """Time the loop once more."""
+        begin = time.thread_time()
+        values, held = np.arange(1000.0), dict[int, float]()
+        for i in range(50_000):
+            held[i % 1000] = held.get(i % 1000, 0.0) + i / 3
+            if i % 50 == 0:
+                values = np.sort(values[::-1] * 0.999)
+        assert len(held) == 1000 and math.isfinite(values[-1])
+        self._found.append(time.thread_time() - begin)
+
+    def seconds(self) -> float:
+        """Return the median CPU time of all looks."""
+        return statistics.median(self._found)
+
+
 def finish(
     benchmark: str,
     figures: Any,
     bounds: dict[str, float],
     ok: bool,
     about: dict[str, Any],
-    quick: bool,
+    options: argparse.Namespace,
 ) -> NoReturn:
-    """Print the last line as JSON, and exit with 1 if a bound does not hold."""
+    """Print and save the last line as JSON; exit with 1 if a bound does not hold."""
     line = {
         "benchmark": benchmark,
         "ok": ok,
-        "quick": quick,
+        "quick": options.quick,
         "bounds": bounds,
         "figures": figures,
         "machine": about,
     }
     print(json.dumps(line), flush=True)
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(json.dumps(line, indent=1, ensure_ascii=False) + "\n")
     sys.exit(0 if ok else 1)

@@ -229,7 +229,7 @@ def main() -> None:
     }  # fmt: skip
     figures = {part: figure for part, (figure, _) in found.items()}
     ok = all(good for _, good in found.values())
-    finish("chaos", figures, bounds, ok, machine("ray", "torch"), quick)
+    finish("chaos", figures, bounds, ok, machine("ray", "torch"), arguments)
 
 
 def _arguments() -> argparse.Namespace:

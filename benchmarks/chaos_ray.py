@@ -426,7 +426,7 @@ def main() -> None:
         seconds, 2.0 if quick else arguments.every, arguments.policy, calm=arguments.calm, **size
     )
     ok = quick or is_enough(found)  # a quick run is too short to judge
-    finish("chaos_ray", found, {"goodput": GOODPUT}, ok, machine("ray", "torch"), quick)
+    finish("chaos_ray", found, {"goodput": GOODPUT}, ok, machine("ray", "torch"), arguments)
 
 
 def _arguments() -> argparse.Namespace:

@@ -202,7 +202,7 @@ def main() -> None:
     if quick:
         bounds = {"rss_grown_mb": GROWTH, "more_files": float(FILES)}
     about = machine("ray", "torch")
-    finish("chaos_soak", figures, bounds, bool(flat and files <= FILES), about, quick)
+    finish("chaos_soak", figures, bounds, bool(flat and files <= FILES), about, arguments)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import paceline as pl
-from _report import OtherLoad, finish, interval, machine, parser, quantile, table
+from _report import OtherLoad, Pace, finish, interval, machine, parser, quantile, table
 from paceline.codes.base import Code, Coefficients, Counted
 from paceline.codes.blocks import combine_rows, encode
 from paceline.codes.dual import cyclic
@@ -57,7 +57,7 @@ from paceline.testing.hosts import Hosts, missing
 SIZES = ((10, 4, 2), (20, 6, 3), (100, 6, 3), (1_000, 6, 3), (10_000, 6, 3))  # n, d, m
 LARGEST_RIVAL = 100
 GROWTH = (200, 400, 800)  # rows at which the rivals' decoding is timed
-DECODE_MS = 20.0  # at most, of 10,000 rows with a pattern not seen before
+DECODE = 1.0  # at most, of 10,000 rows with a pattern not seen before, over the calibration loop
 BELOW_EARLIER = 0.16  # at least, where communication dominates: the paper's figure on EC2
 FLOAT32 = {(10, 4, 2): 1e-6, (20, 6, 3): 5e-6}  # at most, the worst error
 
@@ -185,12 +185,12 @@ def measure(code: Exchange, sets: list[list[int]], length: int) -> dict[str, flo
     sizes = {i: sum(c * c for each in row.values() for c in each) for i, row in rows.items()}
     weights, seconds = [], []
     for kept in sets:
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             weights.append(code.decode(kept))
         except np.linalg.LinAlgError:
             weights.append({})
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     figures = {"gain": 0.0, "decode_ms": 1e3 * statistics.median(seconds)}
     for each in weights:
         noise = sum(sizes[row] * sum(z * z for z in zs) for row, zs in each.items())
@@ -247,7 +247,7 @@ def growth(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def fresh_decodes(d: int, m: int, repeats: int) -> list[float]:
-    """Return the milliseconds to decode 10,000 rows, if each group lost up to s at random."""
+    """Return the CPU milliseconds to decode 10,000 rows, if each group lost up to s at random."""
     n = 10_000 // d * d
     found = []
     for seed in range(repeats):
@@ -258,9 +258,9 @@ def fresh_decodes(d: int, m: int, repeats: int) -> list[float]:
             for group in range(n // d)
             for t in rng.permutation(d)[rng.integers(0, code.stragglers + 1) :].tolist()
         ]
-        begin = time.perf_counter()
+        begin = time.process_time()
         code.decode(kept)
-        found.append(1e3 * (time.perf_counter() - begin))
+        found.append(1e3 * (time.process_time() - begin))
     return found
 
 
@@ -272,7 +272,7 @@ def short(figures: dict[str, float]) -> dict[str, float | None]:
 def numbers(quick: bool) -> tuple[dict[str, Any], bool]:
     """Compare accuracy and the cost of decoding; return figures, and whether the bounds hold."""
     figures: dict[str, Any] = {}
-    ok = True
+    ok, pace = True, Pace()
     for n, d, m in SIZES:
         sets = survivors(n, d - m, 20 if n > 1000 else 40 if quick else 300)
         length = 600 if n <= 100 else 60
@@ -302,10 +302,14 @@ def numbers(quick: bool) -> tuple[dict[str, Any], bool]:
     print("\n10,000 rows, every group lost up to s at random, nothing cached, ms:")
     for d, m in ((4, 2), (6, 3), (8, 4), (10, 5)):
         times = fresh_decodes(d, m, 5 if quick else 15)
+        for _ in range(5):
+            pace.look()
         figures["fresh_decode_ms"][f"d={d}, m={m}"] = round(statistics.median(times), 2)
         print(f"  d={d}, m={m}: median {statistics.median(times):.1f}, worst {max(times):.1f}")
-        ok &= statistics.median(times) < DECODE_MS
-    ok &= figures["n=10000"]["ours"]["decode_ms"] < DECODE_MS
+    slowest = max(*figures["fresh_decode_ms"].values(), figures["n=10000"]["ours"]["decode_ms"])
+    figures["decode_over_loop"] = round(slowest / 1e3 / pace.seconds(), 3)
+    print(f"  the slowest, over the calibration loop: {figures['decode_over_loop']}")
+    ok &= figures["decode_over_loop"] < DECODE
     return figures, bool(ok)
 
 
@@ -618,14 +622,14 @@ def main() -> None:
         figures[name]["ok"] = fine
         ok &= fine
     bounds = {
-        "decode_ms_at_10000": DECODE_MS,
+        "decode_over_loop_at_10000": DECODE,
         "float32_n10": FLOAT32[10, 4, 2],
         "float32_n20": FLOAT32[20, 6, 3],
         "float64": 1e-13,
         "below_best_earlier": BELOW_EARLIER,
     }
     about = machine("numpy") | {"others": load.cores()}
-    finish("coding", figures, bounds, ok, about, given.quick)
+    finish("coding", figures, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

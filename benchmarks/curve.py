@@ -140,7 +140,7 @@ def main() -> None:
     content = sentences(2000) if file is None else file.read_text(encoding="utf-8")
     figures = measure(quick if arguments.quick else full, content)
     ok = figures["difference_of_noise"] < BOUNDS["difference_of_noise"]
-    finish("curve", figures, BOUNDS, ok, machine("torch"), arguments.quick)
+    finish("curve", figures, BOUNDS, ok, machine("torch"), arguments)
 
 
 if __name__ == "__main__":

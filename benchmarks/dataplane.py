@@ -381,13 +381,13 @@ def main() -> None:
         finish("dataplane, 200M parameters", figures, bounds, ok, about, False)
     bounds = QUICK_BOUNDS if given.quick else BOUNDS
     if reason := missing():
-        finish("dataplane", {"not_run": reason}, bounds, False, about, given.quick)
+        finish("dataplane", {"not_run": reason}, bounds, False, about, given)
     load = OtherLoad()
     found, per_step = measure(given.quick, given.bf16)
     figures = report(found, per_step, bounds)
     about["others"] = load.cores()
     ok = all(figure["ok"] for name, figure in figures.items() if name.endswith(" MB"))
-    finish("dataplane", figures, bounds, ok, about, given.quick)
+    finish("dataplane", figures, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

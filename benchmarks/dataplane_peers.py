@@ -447,7 +447,7 @@ def main() -> None:
         return
     about = machine("torch", "ray", "numpy")
     if reason := missing() or groups.missing():
-        finish("dataplane, peers", {"not_run": reason}, BOUNDS, False, about, given.quick)
+        finish("dataplane, peers", {"not_run": reason}, BOUNDS, False, about, given)
     only = [arm for arm in given.only.split(",") if arm]
     conditions = [name for name in given.conditions.split(",") if name]
     load = OtherLoad()
@@ -464,7 +464,7 @@ def main() -> None:
     figures = report(found)
     about["others"] = load.cores()
     ok = all(figures[name]["ratio"] <= BOUNDS[name] for name in figures)
-    finish("dataplane, peers", figures, BOUNDS, ok, about, given.quick)
+    finish("dataplane, peers", figures, BOUNDS, ok, about, given)
 
 
 if __name__ == "__main__":

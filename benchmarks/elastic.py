@@ -170,7 +170,7 @@ def main() -> None:
     if arguments.part in (None, "drained"):
         found = figures["drained"] = drained(*((1, 10) if arguments.quick else (20, 20)))
         ok = ok and not (found["redone"] or found["samples_twice"] or found["samples_lost"])
-    finish("elastic", figures, BOUNDS, ok, machine("ray", "torch"), arguments.quick)
+    finish("elastic", figures, BOUNDS, ok, machine("ray", "torch"), arguments)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def main() -> None:
     ok = all(figures[name] <= bound for name, bound in bounds.items())
     about = {**machine("torch", "ray"), "other_cores": other.cores()}
     everything = {**figures, "ms": {name: median(times) for name, times in found.items()}}
-    finish("feeding", everything, bounds, ok, about, arguments.quick)
+    finish("feeding", everything, bounds, ok, about, arguments)
 
 
 if __name__ == "__main__":

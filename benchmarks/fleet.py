@@ -49,7 +49,7 @@ import numpy as np
 
 import paceline as pl
 from _driver import Driver, exactly_once, resident, say, say_pids
-from _report import finish, machine, parser, quantile, table
+from _report import Pace, finish, machine, parser, quantile, table
 from paceline.core.protocol import Command, Step, Task, WorkerId
 from paceline.data.partition.base import Partition
 from paceline.engines.base import Job
@@ -63,7 +63,7 @@ from paceline.testing.hosts import Hosts
 
 WORKERS, HOSTS = 64, 8
 VALUES = 2**17  # of 8 bytes: 1 MiB
-CPU_MS = 30.0  # of the driver's main thread, the median step
+CPU = 1.2  # of the driver's main thread, the median step, over the calibration loop
 POLICIES = {"sync": pl.sync(), "k_sync": pl.k_sync(60), "rennala": pl.rennala(64)}
 STEPS = 50  # of each calm run
 WARM_UP = 5  # steps of each run that do not count
@@ -468,14 +468,14 @@ def stolen() -> tuple[int, int]:
     return times[7], sum(times)
 
 
-def is_good(figures: dict[str, Any]) -> bool:
-    """Return whether all bounds hold."""
+def is_good(figures: dict[str, Any], loop: float) -> bool:
+    """Return whether all bounds hold; loop: the CPU seconds of the calibration loop."""
     return (
         all(row["joined"] == WORKERS for row in figures["runs"])
         and all(row["reason"] == f"{row['steps']} steps taken" for row in figures["runs"])
         and all(row["steps"] >= STEPS for row in figures["runs"])
         and all("seconds" in row["reason"] for row in figures.get("faulty_runs", []))
-        and all(row["main_cpu_ms"] <= CPU_MS for row in figures["runs"])
+        and all(row["main_cpu_ms"] <= 1e3 * CPU * loop for row in figures["runs"])
         and all(row["workers_megabytes"]["processes"] == WORKERS for row in figures["runs"])
         and not any(row["workers_megabytes"]["loaded"] for row in figures["runs"])
         and figures.get("joined_in_the_end", WORKERS) == WORKERS
@@ -500,21 +500,24 @@ def main() -> None:
         # a busy machine: 59 instead of 15 ms to check 64 results. It does not split float32.
         os.environ["OMP_NUM_THREADS"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    began, before = time.monotonic(), stolen()
+    began, before, pace = time.monotonic(), stolen(), Pace()
     with compiled() as anew:
         if given.quick:
             figures = here(given.steps or STEPS)
         else:
             figures = on_hosts(given.steps or STEPS, given.seconds, given.every, given.servers)
     after = stolen()
+    for _ in range(10):  # the runs are in processes of their own, so looks cannot be in between
+        pace.look()
+    figures["calibration_loop_ms"] = round(1e3 * pace.seconds(), 2)
     about = machine("ray", "numpy") | {
         "load": os.getloadavg()[1],
         "stolen": round((after[0] - before[0]) / (after[1] - before[1]), 3),
         "compiled_anew": anew,
         "seconds": round(time.monotonic() - began),
     }
-    bounds = {"main_cpu_ms": CPU_MS, "joined": WORKERS}
-    finish("fleet", figures, bounds, is_good(figures), about, given.quick)
+    bounds = {"main_cpu_over_loop": CPU, "joined": WORKERS}
+    finish("fleet", figures, bounds, is_good(figures, pace.seconds()), about, given)
 
 
 if __name__ == "__main__":

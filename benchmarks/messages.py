@@ -17,7 +17,6 @@ Without `--only`, all parts run that can run here; with `--quick`, only the firs
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,13 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", choices=PARTS)
     arguments.add_argument("--cifar", type=Path, metavar="DIR", help="data_batch_1.bin and so on")
-    arguments.add_argument("--tune", action="store_true", help="learning rates only")
+    about = "network: learning rates only; cifar: trials for every method first"
+    arguments.add_argument("--tune", action="store_true", help=about)
     options = arguments.parse_args()
     wanted = [options.only] if options.only else ["star"] if options.quick else list(PARTS)
     hindered = hindrances(options.cifar)
-    if options.tune:
-        if "star" in wanted:
-            messages_star.tune(messages_star.fashion, messages_star.TUNED, [0])
-        if "cifar" in wanted and not hindered["cifar"]:
-            cifar = partial(messages_cifar.task, options.cifar, messages_cifar.STEPS, 10_000)
-            messages_star.tune(cifar, messages_star.TUNED, [0])
-        if "network" in wanted:
-            messages_network.tune([0, 1])
+    if options.tune and wanted == ["network"]:
+        messages_network.tune([0, 1])
         return
     figures: dict[str, Any] = {}
     held: list[bool] = []
@@ -77,7 +71,7 @@ def main() -> None:
             figures[part] = messages_gossip.measure(options.quick)
             held += [messages_gossip.holds(figures[part])]
         elif part == "cifar":
-            figures[part] = messages_cifar.measure(options.cifar, options.quick)
+            figures[part] = messages_cifar.measure(options.cifar, options.quick, options.tune)
             held += [messages_cifar.holds(figures[part], options.quick)]
         elif part == "network":
             figures[part] = messages_network.measure(options.quick)
@@ -91,8 +85,7 @@ def main() -> None:
         for key, bound in module.BOUNDS.items()
         if part in wanted
     }  # fmt: skip
-    about = machine("torch", "paceline")
-    finish("messages", figures, bounds, all(held), about, options.quick)
+    finish("messages", figures, bounds, all(held), machine("torch", "paceline"), options)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 An MLP trains in simulated time with real arithmetic, on handwritten digits (`--quick`) or on
 Fashion-MNIST. Each node has its own pace: a step takes 0.9 s plus an exponential tenth. Accuracy is
-reported for the mean of all models, for single models on average, and for the worst model. Learning
-rates are those of messages_star.py. There are two controls: no communication (models are averaged
-once, at the end), and shards sorted by label. Bytes are the sum over all nodes and servers. All
-methods use the same number of samples.
+reported for the mean of all models, for single models on average, and for the worst model. There
+are two controls: no communication (models are averaged once, at the end), and shards sorted by
+label. Bytes are the sum over all nodes and servers. All methods use the same number of samples.
+
+Every method, controls included, gets the same number of trials of its learning rate and of its own
+knob, for each kind of shards (_tuning.py). A quick run has no trials.
 
     python benchmarks/messages.py --only gossip [--quick]
 """
@@ -13,17 +15,18 @@ methods use the same number of samples.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 import paceline as pl
-from _report import Lines, told
-from messages_star import AVERAGE, NESTEROV, Task, digits, fashion, pool
+from _report import Lines, interval, told
+from _tuning import SEED, Trial, Tuned, tune
+from messages_star import AVERAGE, KINDS, NESTEROV, Task, digits, fashion, pool
 from paceline.codecs.base import Codec
 from paceline.core.policy import Policy
 from paceline.gossip.metrics import GossipMeter
@@ -47,10 +50,22 @@ class Method:
     lr: float = 1.0  # times that of the dense method
 
 
-def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, Method]:
+KNOBS = {  # beside the usual value of `methods`
+    "EventGraD": (0.9, 0.97),  # its horizon
+    "ours, int8": (0.025, 0.1),  # thresholds
+    "ours, top 10 % + int8": (0.1, 0.4),
+    "CHOCO, top 10 %": (0.2, 0.6),  # gamma
+    "SPARQ, top 10 %, 5 local steps": (0.2, 1.0),  # a threshold
+}
+
+
+def methods(
+    steps: int, scales: tuple[float, float] = (0.05, 0.2), knob: float | None = None
+) -> dict[str, Method]:
     """Return all methods, for runs of `steps` steps per node.
 
     scales: of the trigger's threshold, with int8 and with top 10 % + int8.
+    knob: the value for a method of KNOBS; None: the usual one.
     """
     ring, difference, change, top = (
         pl.gossip.ring(NODES),
@@ -62,18 +77,18 @@ def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, 
     return {
         REFERENCE: Method(gossip(pl.gossip.Averaging())),
         CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
-        "EventGraD, horizon 1": Method(gossip(pl.gossip.Averaging(), pl.gossip.EventGrad(1.0))),
+        "EventGraD": Method(gossip(pl.gossip.Averaging(), pl.gossip.EventGrad(knob or 1.0))),
         "ours, int8, at every step": Method(gossip(difference(1.0)), pl.codecs.Int8()),
         "ours, int8": Method(
-            gossip(difference(1.0), change(scales[0], every=100)), pl.codecs.Int8()
+            gossip(difference(1.0), change(knob or scales[0], every=100)), pl.codecs.Int8()
         ),
         "ours, top 10 % + int8": Method(
-            gossip(difference(0.4), change(scales[1], every=100)),
+            gossip(difference(0.4), change(knob or scales[1], every=100)),
             pl.codecs.Chain(top(0.1), pl.codecs.Int8()),
         ),
-        "CHOCO, top 10 %": Method(gossip(difference(0.4)), top(0.1)),
+        "CHOCO, top 10 %": Method(gossip(difference(knob or 0.4)), top(0.1)),
         "SPARQ, top 10 %, 5 local steps": Method(
-            gossip(difference(0.4), change(1.0), local_steps=5), top(0.1)
+            gossip(difference(0.4), change(knob or 0.5), local_steps=5), top(0.1)
         ),
         DENSE: Method(),
         "a central coordinator, top 1 % + int8, feedback": Method(
@@ -87,15 +102,19 @@ def methods(steps: int, scales: tuple[float, float] = (0.05, 0.2)) -> dict[str, 
 
 
 QUICK = (REFERENCE, CONTROL, "ours, int8, at every step", "ours, top 10 % + int8")
-STEPS = 400
+ARMS = (
+    *(REFERENCE, CONTROL, "EventGraD", "ours, int8, at every step", "ours, top 10 % + int8"),
+    *("CHOCO, top 10 %", "SPARQ, top 10 %, 5 local steps", DENSE),
+)
 
 
-def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, float]:
+def run(make: Callable[[], Task], trial: Trial, kind: str, seed: int) -> dict[str, float]:
     """Train once; a pool calls this in its own process."""
     task = make()
-    method = methods(task.steps, task.scales)[name]
+    method = methods(task.steps, task.scales, trial.knob)[trial.arm]
     torch.manual_seed(seed)
-    sgd = partial(torch.optim.SGD, lr=task.lr * method.lr, momentum=method.momentum)
+    lr = task.lr * method.lr * trial.rate
+    sgd = partial(torch.optim.SGD, lr=lr, momentum=method.momentum)
     learner = pl.TorchLearner(
         task.model(), task.loss, sgd, task.train, task.batch, outer=method.outer
     )
@@ -123,19 +142,39 @@ def run(make: Callable[[], Task], name: str, kind: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
+def tune_arms(
+    runs: Executor, make: Callable[[], Task], names: Sequence[str], kind: str
+) -> dict[str, Tuned]:
+    """Return the settings of each method with the highest accuracy of the mean model."""
+
+    def scores(trials: Sequence[Trial]) -> list[float]:
+        coming = [runs.submit(run, make, each, kind, SEED) for each in trials]
+        return [one.result()["mean model"] for one in coming]
+
+    return tune(names, scores, KNOBS)
+
+
+def compare(
+    make: Callable[[], Task], names: Sequence[str], seeds: Sequence[int], tuned: bool
+) -> dict[str, Any]:
     """Train by each method on both kinds of shards; print each row as it completes."""
     figures: dict[str, Any] = {}
     wide = ["mean model", "mean", "worst"]
-    lines = Lines(["8 nodes", *wide, "sorted:", "mean", "worst", "bytes saved", "messages"], 37)
     with pool() as runs:
+        chosen = {kind: tune_arms(runs, make, names, kind) for kind in KINDS if tuned}
         coming: dict[str, dict[str, list[Future[dict[str, float]]]]] = {
             name: {
-                kind: [runs.submit(run, make, name, kind, seed) for seed in seeds]
-                for kind in ("mixed", "sorted")
+                kind: [
+                    runs.submit(
+                        run, make, chosen[kind][name].best if tuned else Trial(name), kind, seed
+                    )
+                    for seed in seeds
+                ]
+                for kind in KINDS
             }
             for name in names
         }
+        lines = Lines(["8 nodes", *wide, "sorted:", "mean", "worst", "bytes saved", "messages"], 37)
         for name, kinds in coming.items():
             found = {kind: [one.result() for one in each] for kind, each in kinds.items()}
             figures[name] = {
@@ -146,12 +185,14 @@ def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]
                 reference = figures[REFERENCE][kind]
                 each["saved"] = round(1 - each["bytes"] / reference["bytes"], 4)
                 each["messages_saved"] = round(1 - each["messages"] / reference["messages"], 4)
-            cells = [
-                told([one[key] for one in found[kind]])
-                for kind in ("mixed", "sorted")
-                for key in wide
-            ]
-            both = figures[name]["mixed"], figures[name]["sorted"]
+                if len(seeds) > 1:
+                    each |= {
+                        f"{key} half": round(interval([one[key] for one in found[kind]])[1], 2)
+                        for key in wide
+                    }
+                each |= chosen[kind][name].report() if tuned else {}
+            cells = [told([one[key] for one in found[kind]]) for kind in KINDS for key in wide]
+            both = [figures[name][kind] for kind in KINDS]
             lines.add([
                 name, *cells,
                 ", ".join(f"{each['saved']:.1%}" for each in both),
@@ -160,17 +201,12 @@ def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]
     return figures
 
 
-def shorter() -> Task:
-    """Return the task of messages_star.py with fewer steps, as there are eight models."""
-    return replace(fashion(), steps=STEPS)
-
-
 def measure(quick: bool) -> dict[str, Any]:
-    make, seeds = (digits, [0]) if quick else (shorter, [0, 1, 2])
-    names = QUICK if quick else tuple(methods(1))
+    make, seeds = (digits, [0]) if quick else (fashion, [0, 1, 2])
+    names = QUICK if quick else ARMS
     name = "digits" if quick else "Fashion-MNIST"
     print(f"\ngossip: {name}, {make().steps} steps, {len(seeds)} seeds", flush=True)
-    return compare(make, names, seeds)
+    return compare(make, names, seeds, tuned=not quick)
 
 
 def saved(

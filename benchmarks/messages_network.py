@@ -376,10 +376,10 @@ def main() -> None:
         return
     about = machine("torch", "ray", "paceline")
     if reason := missing():
-        finish("messages_network", {"not_run": reason}, BOUNDS, False, about, options.quick)
+        finish("messages_network", {"not_run": reason}, BOUNDS, False, about, options)
     figures = measure(options.quick)
     ok = holds(figures, options.quick)
-    finish("messages_network", figures, BOUNDS, ok, about, options.quick)
+    finish("messages_network", figures, BOUNDS, ok, about, options)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,17 @@ Fashion-MNIST. There are two controls. Without communication, every worker train
 models are averaged once, at the end. On shards sorted by label, that control must fail. All methods
 use the same number of samples.
 
-Learning rates are tuned for the uncompressed method, `--tune`. The other methods use the same ones,
-except where momentum moves to the workers or is removed.
+Every method, controls included, gets the same number of trials of its learning rate, for each kind
+of shards (_tuning.py). A quick run has no trials: it uses the rate that is best for dense results.
 
-    python benchmarks/messages.py --only star [--quick] [--tune]
+    python benchmarks/messages.py --only star [--quick]
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from multiprocessing import get_context
@@ -28,18 +28,23 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline as pl
 from _fashion import accuracy, loss, vectors
-from _report import Lines, machine, told
+from _report import Lines, interval, machine, told
+from _tuning import SEED, Trial, Tuned, tune
 from paceline.codecs.base import Codec
 from paceline.core.policy import Policy
 from paceline.learners.optimize import MakeOptimizer
 
-WORKERS = 8
+WORKERS, STEPS = 8, 200
 QUICK = ("dense", "no communication", "sign, feedback", "top 1 % + int8, feedback")
 BOUNDS = {"points": 0.5, "bytes_saved_sorted": 0.6, "bytes_saved": 0.97}
-TUNED = ("dense", "top 1 % + int8, no momentum")
+ARMS = (
+    *("dense", "no communication", "sign, feedback", "top 10 %, feedback", "top 1 %, feedback"),
+    *("top 1 % + int8, no momentum", "DGC, top 1 %"),
+    *("local SGD, 10 steps", "DiLoCo, 10 local steps"),
+)
+KINDS = ("mixed", "sorted")
 AVERAGE = partial(torch.optim.SGD, lr=1.0)
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  # arXiv 2311.08105
-GRID = (0.5, 1.0, 2.0, 4.0)  # times the learning rate
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def digits() -> Task:
 def fashion() -> Task:
     train, right = vectors(), partial(accuracy, test=vectors(test=True))
     labels = train.tensors[1].numpy()
-    return Task(train, labels, partial(perceptron, 784), loss, right, 0.05, 128, 800)
+    return Task(train, labels, partial(perceptron, 784), loss, right, 0.05, 128, STEPS)
 
 
 def run(task: Task, method: Method, sorted_by_label: bool, seed: int) -> dict[str, float]:
@@ -154,47 +159,62 @@ def pool() -> ProcessPoolExecutor:
     )
 
 
-def compare(make: Callable[[], Task], names: Iterable[str], seeds: Sequence[int]) -> dict[str, Any]:
+def tune_arms(
+    runs: Executor, make: Callable[[], Task], names: Sequence[str], kind: str
+) -> dict[str, Tuned]:
+    """Return the learning rate of each method with the highest accuracy."""
+
+    def scores(trials: Sequence[Trial]) -> list[float]:
+        coming = [runs.submit(job, make, each.arm, kind, SEED, each.rate) for each in trials]
+        return [one.result()["accuracy"] for one in coming]
+
+    return tune(names, scores)
+
+
+def compare(
+    make: Callable[[], Task], names: Sequence[str], seeds: Sequence[int], tuned: bool
+) -> dict[str, Any]:
     """Train by each method on both kinds of shards; print each row as it completes."""
     figures: dict[str, Any] = {}
-    lines = Lines(["results sent by 8 workers", "accuracy", "sorted shards", "MB up", "saved"], 36)
     with pool() as runs:
+        chosen = {kind: tune_arms(runs, make, names, kind) for kind in KINDS if tuned}
+        rates = {
+            kind: {name: each.best.rate for name, each in found.items()}
+            for kind, found in chosen.items()
+        }
         coming: dict[str, dict[str, list[Future[dict[str, float]]]]] = {
             name: {
-                kind: [runs.submit(job, make, name, kind, seed, 1.0) for seed in seeds]
-                for kind in ("mixed", "sorted")
+                kind: [runs.submit(job, make, name, kind, seed, rates[kind][name] if tuned else 1.0)
+                       for seed in seeds]
+                for kind in KINDS
             }
             for name in names
-        }
+        }  # fmt: skip
+        header = ["accuracy", "rate", "sorted shards", "rate", "MB up", "saved"]
+        lines = Lines(["results sent by 8 workers", *header], 36, 9)
         for name, kinds in coming.items():
             found = {kind: [one.result() for one in each] for kind, each in kinds.items()}
             sent = statistics.mean(one["bytes"] for one in found["mixed"])
-            values = {kind: [one["accuracy"] for one in each] for kind, each in found.items()}
             figures[name] = {
-                **{kind: round(statistics.mean(each), 2) for kind, each in values.items()},
                 "bytes": sent,
                 "saved": round(1 - sent / figures.get("dense", {"bytes": sent})["bytes"], 4),
             }
-            lines.add([name, told(values["mixed"]), told(values["sorted"]), f"{sent / 1e6:.2f}",
-                       f"{figures[name]['saved']:.1%}"])  # fmt: skip
+            cells = []
+            for kind, each in found.items():
+                values = [one["accuracy"] for one in each]
+                figures[name][kind] = spread(values) | (
+                    chosen[kind][name].report() if tuned else {}
+                )
+                rate = f"{rates[kind][name]:.2g}" if tuned else "1"
+                cells += [told(values), rate]
+            lines.add([name, *cells, f"{sent / 1e6:.2f}", f"{figures[name]['saved']:.1%}"])
     return figures
 
 
-def tune(make: Callable[[], Task], names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Print the accuracy for a grid of learning rates."""
-    lines = Lines(["", "learning rate", "accuracy", "sorted shards"], 36)
-    task = make()
-    with pool() as runs:
-        for name in names:
-            rates = {lr: task.lr * methods(task.steps)[name].lr * lr for lr in GRID}
-            coming = {
-                lr: [[runs.submit(job, make, name, kind, seed, lr) for seed in seeds]
-                     for kind in ("mixed", "sorted")]
-                for lr in GRID
-            }  # fmt: skip
-            for lr, kinds in coming.items():
-                cells = [told([one.result()["accuracy"] for one in each]) for each in kinds]
-                lines.add([name, f"{rates[lr]:g}", *cells])
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, and for several values half the width of its 95 % interval."""
+    mean, half = interval(values)
+    return {"accuracy": round(mean, 2)} | ({"half": round(half, 2)} if len(values) > 1 else {})
 
 
 LATE: dict[str, Codec | None] = {
@@ -237,9 +257,9 @@ def discards(make: Callable[[], Task], seeds: Sequence[int]) -> dict[str, list[f
 
 def measure(quick: bool) -> dict[str, Any]:
     make, seeds = (digits, [0]) if quick else (fashion, [0, 1, 2])
-    names = QUICK if quick else tuple(methods(1))
+    names = QUICK if quick else ARMS
     print(f"\n{make.__name__}, {make().steps} steps, {len(seeds)} seeds", flush=True)
-    figures = compare(make, names, seeds)
+    figures = compare(make, names, seeds, tuned=not quick)
     figures["too late"] = discards(make, seeds)
     return figures
 
@@ -259,8 +279,8 @@ def holds(figures: dict[str, Any]) -> bool:
 
 def saved(figures: dict[str, Any], kind: str) -> float:
     """Return the largest fraction of bytes that a method as accurate as the dense one saves."""
-    least = figures["dense"][kind] - BOUNDS["points"]
+    least = figures["dense"][kind]["accuracy"] - BOUNDS["points"]
     methods = {
         name: f for name, f in figures.items() if name not in ("no communication", "too late")
     }
-    return max(float(f["saved"]) for f in methods.values() if f[kind] >= least)
+    return max(float(f["saved"]) for f in methods.values() if f[kind]["accuracy"] >= least)

@@ -355,7 +355,7 @@ def main() -> None:
         ray.shutdown()
     figures = report(all_times, given.profile)
     ok = all(figure["ok"] for figure in figures.values())
-    finish("overhead", figures, BOUNDS, ok, about, given.quick)
+    finish("overhead", figures, BOUNDS, ok, about, given)
 
 
 if __name__ == "__main__":

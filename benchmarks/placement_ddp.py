@@ -230,7 +230,7 @@ def main() -> None:
         f"largest difference of a parameter to one process: {figures['difference']:.1e}"
     )
     ok = figures["ratio"] >= BOUNDS["ratio"] and figures["difference"] <= BOUNDS["difference"]
-    finish("placement_ddp", figures, BOUNDS, ok, machine("torch", "paceline"), options.quick)
+    finish("placement_ddp", figures, BOUNDS, ok, machine("torch", "paceline"), options)
 
 
 if __name__ == "__main__":

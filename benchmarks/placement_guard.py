@@ -113,7 +113,7 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     figures = measure([0], 500) if options.quick else measure([0, 1, 2], 1500)
     about = machine("torch", "paceline")
-    finish("placement_guard", figures, BOUNDS, holds(figures, options.quick), about, options.quick)
+    finish("placement_guard", figures, BOUNDS, holds(figures, options.quick), about, options)
 
 
 if __name__ == "__main__":

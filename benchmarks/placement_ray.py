@@ -126,7 +126,7 @@ def main() -> None:
     figures = measure([0], 1.2, 60.0) if options.quick else measure([0, 1, 2], 0.7, 240.0)
     ok = figures["ratio"]["sync, by speed"] >= BOUND
     about = machine("torch", "ray", "paceline")
-    finish("placement_ray", figures, {"ratio": BOUND}, ok, about, options.quick)
+    finish("placement_ray", figures, {"ratio": BOUND}, ok, about, options)
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def main() -> None:
     bounds = {"share_of_best_rate": CLOSE, "times_best_of_grid": WITHIN, "share_of_fleets": SHARE}
     bounds |= {"factor_of_rates": planner_rates.FACTOR, "step_on_ray": planner_ray.WITHIN}
     about = machine("numpy", "torch", "ray") | {"others": load.cores()}
-    finish("planner", figures, bounds, ok, about, given.quick)
+    finish("planner", figures, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

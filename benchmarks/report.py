@@ -128,7 +128,7 @@ def main() -> None:
         each["to_parsing"] < BOUNDS["to_parsing"] and each["bytes"] < BOUNDS["bytes"]
         for each in figures.values()
     )
-    finish("report", figures, BOUNDS, ok, machine("paceline", "numpy", "jinja2"), given.quick)
+    finish("report", figures, BOUNDS, ok, machine("paceline", "numpy", "jinja2"), given)
 
 
 if __name__ == "__main__":

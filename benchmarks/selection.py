@@ -2,15 +2,17 @@
 
 1. Regret of the indices on two oracles, in virtual time with exponential response times.
 2. The cost of forgetting while speeds are constant, and the rounds until it detects a change.
-3. Costs until the same error, for adaptive k-sync, the bandit with more and more spare tasks
-   (hedge) and ATA. The problems are linear regression and Fashion-MNIST, in simulated time with
-   real arithmetic. All follow the same schedule of k, with 40 or 32 samples a task (ATA: four
-   shares of a quarter for each). So they differ only in the workers chosen. There are two fleets.
-   The first has 50 workers whose exponential times have means from 0.1 to 1 s. The second has 24
-   workers: 8 take 0.08 s + Exponential(0.02 s), and 16 take ten times as long.
-4. The time of one choice among 100,000 workers.
+3. Costs until the same error, for adaptive k-sync, Rennala, the bandit with more and more spare
+   tasks (hedge) and ATA. The problems are linear regression and Fashion-MNIST, in simulated time
+   with real arithmetic. All follow the same schedule of k, with 40 or 32 samples a task. Every arm
+   may cut its tasks into halves or quarters: the fastest of the three on another seed counts
+   (_tuning.py). The learning rate is the same for all: steps of all arms have the same number of
+   samples and no staleness, so they need equally many steps. There are two fleets. The first has
+   50 workers whose exponential times have means from 0.1 to 1 s. The second has 24 workers: 8 take
+   0.08 s + Exponential(0.02 s), and 16 take ten times as long.
+4. The time of one choice among 100,000 workers, over that of a calibration loop.
 
-    python benchmarks/selection.py [--quick] [--figures FOLDER]
+    python benchmarks/selection.py [--quick] [--only PART] [--figures FOLDER]
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -33,10 +35,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores
 import numpy as np
 
 import paceline as pl
-from _report import OtherLoad, finish, machine, parser, plotting, table, told
+from _report import OtherLoad, Pace, finish, interval, machine, parser, plotting, table, told
+from _tuning import SEED, Trial, Tuned, tune
 from paceline.core.coordinator import drive
 from paceline.core.policy import Policy
-from paceline.core.protocol import MAIN, Finished, Joined, Start, Step, Stepped
+from paceline.core.protocol import MAIN, Finished, Joined, Start, Step, Stepped, Work
 from paceline.engines.base import Job
 from tests.oracles.orders import slowest
 
@@ -58,8 +61,8 @@ BOUNDS = {
     "log_growth": 2.0,
     "linear_growth": 3.0,
     "hedged_tasks": 0.5,
-    "hedged_seconds": 1.25,
-    "choice_ms": 1.0,
+    "hedged_time": 1.25,
+    "choice_over_loop": 0.02,
 }
 
 # --- 1. regret -----------------------------------------------------------------------------------
@@ -179,9 +182,9 @@ QUICK = pl.delays.ShiftedExponential(0.08, 0.02)
 SLOW = pl.delays.ShiftedExponential(0.8, 0.2)
 FLEETS = {
     "spread": Fleet(
-        [pl.delays.Exponential(m) for m in np.linspace(0.1, 1.0, 50)], 20, (0, 2, 5, 10, 30)
+        [pl.delays.Exponential(m) for m in np.linspace(0.1, 1.0, 50)], 20, (0, 5, 10, 30)
     ),
-    "tiers": Fleet([*[QUICK] * 8, *[SLOW] * 16], 6, (0, 1, 2, 4, 8, 18)),
+    "tiers": Fleet([*[QUICK] * 8, *[SLOW] * 16], 6, (0, 1, 4)),
 }
 COSTS = ("seconds", "started", "busy_seconds", "down_bytes")
 
@@ -246,16 +249,29 @@ PROBLEMS = {
 }
 
 
-def policies(fleet: Fleet, samples: int, steps: int) -> dict[str, Policy]:
-    plan = fleet.plan(steps)
-    k = pl.policies.Schedule(plan)
+def policies(fleet: Fleet, samples: int, steps: int, pieces: int = 1) -> dict[str, Policy]:
+    """Return all arms; each of k tasks is cut into some pieces.
+
+    Without `refill` a worker gets one piece of a step. So k-sync and the bandit cut their tasks
+    into at most as many pieces as there are workers.
+    """
+
+    def cut(pieces: int) -> tuple[pl.policies.Schedule, int]:
+        plan = {at: pieces * k for at, k in fleet.plan(steps).items()}
+        return pl.policies.Schedule(plan), samples // pieces
+
+    shares, each = cut(pieces)
+    once, size = cut(min(pieces, len(fleet.delays) // fleet.most))
     return {
-        "k_sync": pl.k_sync(k, samples),
-        **{f"bandit, hedge {h}": pl.bandit(k, h, samples) for h in fleet.hedges},
-        "bandit, Thompson": pl.bandit(k, 0, samples, index=pl.selection.Thompson()),
-        # Finer shares, with the same samples in total; with k shares it would equal the bandit.
-        "ata": pl.ata(pl.policies.Schedule({at: 4 * k for at, k in plan.items()}), samples // 4),
+        "k_sync": pl.k_sync(once, size),
+        "rennala": pl.policies.Gather(shares, refill=True, work=Work(samples=each)),
+        **{f"bandit, hedge {h}": pl.bandit(once, h, size) for h in fleet.hedges},
+        "ata": pl.ata(shares, each),
     }
+
+
+Case: TypeAlias = tuple[str, str, str]  # problem, fleet and policy
+PIECES = (2, 4)  # to try beside whole tasks
 
 
 class Looking(pl.Callback):
@@ -272,14 +288,15 @@ class Looking(pl.Callback):
             self.errors.append(self._error(progress.model()))
 
 
-def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[str, Any]:
+def learn(case: Case, steps: int, seed: int, pieces: int = 1) -> dict[str, Any]:
     """Train; return the error and the costs as they grew, and the costs at the target."""
+    problem, fleet, policy = case
     about, workers = PROBLEMS[problem], FLEETS[fleet]
     learner, error = about.make()
     looking = Looking(about.every * steps // about.steps or 1, error)
     run = pl.Trainer(
         learner,
-        policies(workers, about.samples, steps)[policy],
+        policies(workers, about.samples, steps, pieces)[policy],
         pl.Simulator(len(workers.delays), workers.delays, unit=about.samples),
         seed=seed,
         callbacks=[looking],
@@ -302,10 +319,10 @@ def learn(problem: str, fleet: str, policy: str, steps: int, seed: int) -> dict[
 # --- 4. the time of a choice ---------------------------------------------------------------------
 
 
-def choice_ms(
+def choice_seconds(
     selector: pl.selection.Bandit | pl.selection.Allocate, tried: bool, rounds: int
 ) -> float:
-    """Return the mean milliseconds to learn and choose in a round: 10 of 100,000 workers.
+    """Return the mean CPU seconds to learn and choose in a round: 10 of 100,000 workers.
 
     tried: whether all workers have been observed before; otherwise all are new.
     """
@@ -324,9 +341,9 @@ def choice_ms(
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def timing(*arguments: Any) -> Any:
             nonlocal spent
-            begin = time.perf_counter()
+            begin = time.thread_time()
             answer = call(*arguments)
-            spent += time.perf_counter() - begin
+            spent += time.thread_time() - begin
             return answer
 
         return timing
@@ -349,10 +366,10 @@ def choice_ms(
     while steps < rounds:
         now, id = heapq.heappop(running)
         handle(now, Finished(id, 1))
-    return 1e3 * spent / rounds
+    return spent / rounds
 
 
-# --- all of it -----------------------------------------------------------------------------------
+# --- how figures are shown -----------------------------------------------------------------------
 
 
 def digits(values: Sequence[float]) -> str:
@@ -398,7 +415,8 @@ def draw_errors(folder: Path, learned: Learned) -> None:
         "down_bytes": "bytes of models sent",
     }
     shown = {"k_sync": "adaptive k-sync", "bandit, hedge 0": "bandit",
-             "bandit, hedge 2": "bandit, hedge 2", "ata": "ATA"}  # fmt: skip
+             "bandit, hedge 1": "bandit, hedge 1", "rennala": "Rennala",
+             "ata": "ATA"}  # fmt: skip
     figure, grid = pyplot.subplots(2, 4, figsize=(11, 5), layout="constrained", sharey="row")
     for axes_row, problem in zip(grid, PROBLEMS, strict=True):
         for axes, cost in zip(axes_row, COSTS, strict=True):
@@ -450,39 +468,17 @@ def draw_hedges(folder: Path, learned: Learned) -> None:
     figure.savefig(folder / "hedge.svg", metadata={"Date": None})
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--figures", metavar="FOLDER", help="draw into this folder")
-    options = arguments.parse_args()
-    quick, load = options.quick, OtherLoad()
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def measure_regret(pool: Executor, quick: bool) -> tuple[dict[str, Any], dict[str, bool]]:
     names = [name for name in INDICES if not quick or name != "KL, caution 3"]
     seeds_1, seeds_2, each = (range(2), range(1), 1000) if quick else (range(30), range(10), 4000)
-    seeds, steps = (range(1), 1600) if quick else (range(5), None)
-    if quick:
-        cases = [("regression", "tiers", policy)
-                 for policy in ("k_sync", "bandit, hedge 0", "bandit, hedge 2", "ata")]  # fmt: skip
-    else:
-        cases = [(problem, fleet, policy) for problem in PROBLEMS for fleet in FLEETS
-                 for policy in policies(FLEETS[fleet], 4, 100)]  # fmt: skip
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
-        one = {(n, s): pool.submit(regret_s1, n, 30_000, s) for s in seeds_1 for n in names
-               if not quick or s == 0 or n in ("KL", "Thompson")}  # fmt: skip
-        two = {(n, s): pool.submit(overhead_s2, n, each, s) for s in seeds_2 for n in names}
-        three = {
-            (case, seed): pool.submit(learn, *case, steps or PROBLEMS[case[0]].steps, seed)
-            for seed in seeds
-            for case in cases
-        }
-        four = {n: [pool.submit(changing, n, seed) for seed in seeds] for n in MEMORIES}
-        regrets = {n: [one[n, s].result() for s in seeds_1 if (n, s) in one] for n in names}
-        overheads = {n: [two[n, s].result() for s in seeds_2] for n in names}
-        learned: Learned = {}
-        for problem, fleet, policy in cases:
-            runs = [three[(problem, fleet, policy), seed].result() for seed in seeds]
-            learned.setdefault((problem, fleet), {})[policy] = runs
-
-    figures: dict[str, Any] = {}
+    one = {(n, s): pool.submit(regret_s1, n, 30_000, s) for s in seeds_1 for n in names
+           if not quick or s == 0 or n in ("KL", "Thompson")}  # fmt: skip
+    two = {(n, s): pool.submit(overhead_s2, n, each, s) for s in seeds_2 for n in names}
+    regrets = {n: [one[n, s].result() for s in seeds_1 if (n, s) in one] for n in names}
+    overheads = {n: [two[n, s].result() for s in seeds_2] for n in names}
     means = {n: {m: statistics.fmean(r[m] for r in runs) for m in runs[0]}
              for n, runs in regrets.items()}  # fmt: skip
     print(f"S1: regret in seconds, {len(seeds_1)} seeds; S2: overhead, {len(seeds_2)} seeds")
@@ -494,82 +490,188 @@ def main() -> None:
             for n in names
         ],
     )  # fmt: skip
-    figures["S1"] = {n: {str(m): round(v, 1) for m, v in by.items()} for n, by in means.items()}
-    figures["S1_growth"] = {n: round(growth(by), 2) for n, by in means.items()}
-    figures["S2"] = {n: round(statistics.fmean(values), 4) for n, values in overheads.items()}
-
-    print(f"\nspeeds that change after {CHANGE:g} s, {len(seeds)} seeds")
-    rows, figures["change"] = [], {}
-    for name, futures in four.items():
-        ends = [future.result() for future in futures]
-        before = statistics.median(rounds for rounds, _ in ends)
-        found = sorted(math.inf if rounds is None else rounds for _, rounds in ends)
-        median = statistics.median(found)
-        figures["change"][name] = {"rounds_before": before, "noticed": [
-            None if rounds == math.inf else rounds for rounds in found]}  # fmt: skip
-        noticed = "not in 600" if median == math.inf else f"{median:g}"
-        rows.append([name, f"{before:g}", f"{noticed} ({found[0]:g} - {found[-1]:g})"])
-    table(["bandit", "rounds before", "rounds until noticed"], rows)
-
-    which = "end" if quick else "reached"
-    paying: dict[str, list[float]] = {}
-    for (problem, fleet), results in learned.items():
-        at = f"error {PROBLEMS[problem].target:g}" if which == "reached" else "the end"
-        print(f"\n{problem}, {fleet}: costs at {at}, and times those of k_sync, {len(seeds)} seeds")
-        ratios = compare(results, which)
-        rows = []
-        for name, runs in results.items():
-            if name not in ratios:
-                rows.append([name, *["not reached"] * 4, digits([run["last"] for run in runs])])
-                continue
-            cells = [f"{digits([run[which][cost] for run in runs])} ({digits(ratios[name][cost])})"
-                     for cost in COSTS]  # fmt: skip
-            rows.append([name, *cells, digits([run["last"] for run in runs])])
-            means_of = {cost: round(statistics.fmean(ratios[name][cost]), 3) for cost in COSTS}
-            figures.setdefault(f"{problem}, {fleet}", {})[name] = means_of
-            hedged = "hedge" in name and not name.endswith(" 0")
-            if hedged and means_of["started"] <= BOUNDS["hedged_tasks"]:
-                paying[f"{problem}, {fleet}, {name}"] = [means_of["seconds"], means_of["started"]]
-        table(["policy", *COSTS, "error at the end"], rows)
-    best = min(paying, key=lambda name: paying[name][0], default="nowhere")
-    seconds, tasks = paying.get(best, (math.inf, math.inf))
-    print(f"\nhedged at no more than half the tasks, least time: {best}: {seconds:.3g} x the time")
-    figures["hedged"] = {"where": best, "seconds": seconds, "tasks": tasks}
-
-    rounds = 1000 if quick else 5000
-    selectors: dict[str, Callable[[], pl.selection.Bandit | pl.selection.Allocate]] = {
-        "KL": pl.selection.Bandit,
-        "Thompson": lambda: pl.selection.Bandit(pl.selection.Thompson()),
-        "KL, discount": lambda: pl.selection.Bandit(discount=0.999),
-        "ATA": pl.selection.Allocate,
-    }
-    choices = {
-        f"{name}, {'all tried' if tried else 'all new'}": choice_ms(make(), tried, rounds)
-        for name, make in selectors.items()
-        for tried in (False, True)
-    }
-    print("\nmilliseconds for a round's learning and choosing, 10 of 100,000 workers")
-    table(["selector", "ms"], [[name, f"{ms:.2f}"] for name, ms in choices.items()])
-    figures["choice_ms"] = {name: round(ms, 3) for name, ms in choices.items()}
-    if options.figures:
-        draw_errors(Path(options.figures), learned)
-        draw_hedges(Path(options.figures), learned)
+    slopes = {n: round(growth(by), 2) for n, by in means.items()}
+    extra = {n: round(statistics.fmean(values), 4) for n, values in overheads.items()}
     last = {n: by[30_000] for n, by in means.items()}
     held = {
         "S1_KL": last["KL"] <= BOUNDS["S1_KL"],
         "S1_Thompson": last["Thompson"] <= BOUNDS["S1_Thompson"],
         "S1_LCB": BOUNDS["S1_LCB_least"] <= last["LCB"] <= BOUNDS["S1_LCB_most"],
         "log": quick  # two seeds are too few
-        or all(figures["S1_growth"][n] <= BOUNDS["log_growth"] for n in ("KL", "Thompson")),
-        "linear": figures["S1_growth"]["Greedy"] >= BOUNDS["linear_growth"],
-        "S2_KL": quick or figures["S2"]["KL"] <= BOUNDS["S2_KL"],
-        "S2_Thompson": quick or figures["S2"]["Thompson"] <= BOUNDS["S2_Thompson"],
-        "hedged": seconds <= BOUNDS["hedged_seconds"],
-        "choice": max(choices.values()) <= BOUNDS["choice_ms"],
+        or all(slopes[n] <= BOUNDS["log_growth"] for n in ("KL", "Thompson")),
+        "linear": slopes["Greedy"] >= BOUNDS["linear_growth"],
+        "S2_KL": quick or extra["KL"] <= BOUNDS["S2_KL"],
+        "S2_Thompson": quick or extra["Thompson"] <= BOUNDS["S2_Thompson"],
     }
+    marks = {n: {str(m): round(v, 1) for m, v in by.items()} for n, by in means.items()}
+    return {"S1": marks, "S1_growth": slopes, "S2": extra}, held
+
+
+def measure_change(pool: Executor, seeds: Sequence[int]) -> dict[str, Any]:
+    """Print the rounds until a change of speeds is detected."""
+    print(f"\nspeeds that change after {CHANGE:g} s, {len(seeds)} seeds")
+    coming = {n: [pool.submit(changing, n, seed) for seed in seeds] for n in MEMORIES}
+    rows, figures = [], {}
+    for name, futures in coming.items():
+        ends = [future.result() for future in futures]
+        before = statistics.median(rounds for rounds, _ in ends)
+        found = sorted(math.inf if rounds is None else rounds for _, rounds in ends)
+        median = statistics.median(found)
+        figures[name] = {"rounds_before": before, "noticed": [
+            None if rounds == math.inf else rounds for rounds in found]}  # fmt: skip
+        noticed = "not in 600" if median == math.inf else f"{median:g}"
+        rows.append([name, f"{before:g}", f"{noticed} ({found[0]:g} - {found[-1]:g})"])
+    table(["bandit", "rounds before", "rounds until noticed"], rows)
+    return figures
+
+
+def tune_pieces(pool: Executor, cases: Sequence[Case]) -> dict[Case, Tuned]:
+    """Return the pieces with the least time to the target, each arm tried three times."""
+    arms = {str(case): case for case in cases}
+
+    def scores(trials: Sequence[Trial]) -> list[float]:
+        coming = []
+        for each in trials:
+            case = arms[each.arm]
+            steps = PROBLEMS[case[0]].steps
+            coming.append(pool.submit(learn, case, steps, SEED, int(each.knob or 1)))
+        runs = [future.result()["reached"] for future in coming]
+        return [-run["seconds"] if run else -math.inf for run in runs]
+
+    found = tune(arms, scores, dict.fromkeys(arms, PIECES), factors=(1.0,))
+    return {arms[name]: best for name, best in found.items()}
+
+
+def measure_costs(
+    pool: Executor, quick: bool, problems: Sequence[str], fleets: Sequence[str]
+) -> tuple[dict[str, Any], Learned]:
+    """Print the costs of all arms until the same error, each with the pieces that suit it."""
+    tuned: dict[Case, Tuned] = {}
+    if quick:
+        cases = [("regression", "tiers", policy)
+                 for policy in ("k_sync", "rennala", "bandit, hedge 0", "bandit, hedge 4", "ata")
+                 ]  # fmt: skip
+        seeds, which = [0], "end"
+    else:
+        cases = [(problem, fleet, policy) for problem in problems for fleet in fleets
+                 for policy in policies(FLEETS[fleet], 4, 100)]  # fmt: skip
+        seeds, which = [0, 1, 2], "reached"
+        tuned = tune_pieces(pool, cases)
+    pieces = {case: int(tuned[case].best.knob or 1) if case in tuned else 1 for case in cases}
+    coming = {
+        (case, seed): pool.submit(
+            learn, case, 1600 if quick else PROBLEMS[case[0]].steps, seed, pieces[case]
+        )
+        for seed in seeds
+        for case in cases
+    }
+    learned: Learned = {}
+    for case in cases:
+        runs = [coming[case, seed].result() for seed in seeds]
+        learned.setdefault(case[:2], {})[case[2]] = runs
+    figures: dict[str, Any] = {}
+    for (problem, fleet), results in learned.items():
+        at = f"error {PROBLEMS[problem].target:g}" if which == "reached" else "the end"
+        trials = next((each.trials for each in tuned.values()), 0)
+        print(f"\n{problem}, {fleet}: costs at {at}, and times those of k_sync, {len(seeds)} "
+              f"seeds, {trials} trials of the pieces of a task for each arm")  # fmt: skip
+        ratios = compare(results, which)
+        rows = []
+        for name, runs in results.items():
+            cut = pieces[problem, fleet, name]
+            if name not in ratios:
+                rows.append(
+                    [name, str(cut), *["not reached"] * 4, digits([r["last"] for r in runs])]
+                )
+                continue
+            cells = [f"{digits([run[which][cost] for run in runs])} ({digits(ratios[name][cost])})"
+                     for cost in COSTS]  # fmt: skip
+            rows.append([name, str(cut), *cells, digits([run["last"] for run in runs])])
+            figures.setdefault(f"{problem}, {fleet}", {})[name] = {
+                **{cost: round(statistics.fmean(ratios[name][cost]), 3) for cost in COSTS},
+                "interval": None if quick else round(interval(ratios[name]["seconds"])[1], 3),
+                "total": {cost: round(statistics.fmean(run[which][cost] for run in runs))
+                          for cost in COSTS},
+                "pieces": cut, "trials": trials, "seeds": len(seeds),
+            }  # fmt: skip
+        table(["policy", "pieces", *COSTS, "error at the end"], rows)
+    return figures, learned
+
+
+def hedged(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the hedged bandit with the least time at no more than half the tasks of k-sync."""
+    paying = {
+        f"{where}, {name}": (costs["seconds"], costs["started"])
+        for where, arms in figures.items()
+        for name, costs in arms.items()
+        if "hedge" in name and not name.endswith(" 0")
+        and costs["started"] <= BOUNDS["hedged_tasks"]
+    }  # fmt: skip
+    best = min(paying, key=lambda name: paying[name][0], default="nowhere")
+    seconds, tasks = paying.get(best, (math.inf, math.inf))
+    print(f"\nhedged at no more than half the tasks, least time: {best}: {seconds:.3g} x the time")
+    return {"where": best, "seconds": seconds, "tasks": tasks}
+
+
+def measure_choice(quick: bool) -> dict[str, Any]:
+    """Print the time of a choice, over that of the calibration loop, which runs in between."""
+    selectors: dict[str, Callable[[], pl.selection.Bandit | pl.selection.Allocate]] = {
+        "KL": pl.selection.Bandit,
+        "Thompson": lambda: pl.selection.Bandit(pl.selection.Thompson()),
+        "KL, discount": lambda: pl.selection.Bandit(discount=0.999),
+        "ATA": pl.selection.Allocate,
+    }
+    pace, found = Pace(), {}
+    for name, make in selectors.items():
+        for tried in (False, True):
+            seconds = choice_seconds(make(), tried, 1000 if quick else 5000)
+            pace.look()
+            found[f"{name}, {'all tried' if tried else 'all new'}"] = seconds
+    print("\na round's learning and choosing, 10 of 100,000 workers")
+    ratios = {name: seconds / pace.seconds() for name, seconds in found.items()}
+    rows = [[name, f"{1e3 * found[name]:.2f}", f"{ratios[name]:.4f}"] for name in found]
+    table(["selector", "ms", "over the calibration loop"], rows)
+    return {name: round(ratio, 5) for name, ratio in ratios.items()}
+
+
+PARTS = ("regret", "change", "costs", "choice")
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", choices=PARTS)
+    arguments.add_argument("--problem", choices=tuple(PROBLEMS), help="costs of one only")
+    arguments.add_argument("--fleet", choices=tuple(FLEETS), help="costs on one fleet only")
+    arguments.add_argument("--figures", metavar="FOLDER", help="draw into this folder")
+    options = arguments.parse_args()
+    quick, load = options.quick, OtherLoad()
+    wanted = [options.only] if options.only else PARTS
+    figures: dict[str, Any] = {}
+    held: dict[str, bool] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        if "regret" in wanted:
+            found, held = measure_regret(pool, quick)
+            figures |= found
+        if "change" in wanted:
+            figures["change"] = measure_change(pool, range(1 if quick else 5))
+        if "costs" in wanted:
+            fleets = [options.fleet] if options.fleet else list(FLEETS)
+            problems = [options.problem] if options.problem else list(PROBLEMS)
+            costs, learned = measure_costs(pool, quick, problems, fleets)
+            figures |= costs
+            figures["hedged"] = hedged(costs)
+            held["hedged"] = figures["hedged"]["seconds"] <= BOUNDS["hedged_time"]
+            if options.figures:
+                draw_errors(Path(options.figures), learned)
+                draw_hedges(Path(options.figures), learned)
+    if "choice" in wanted:
+        figures["choice_over_loop"] = measure_choice(quick)
+        slowest_choice = max(figures["choice_over_loop"].values())
+        held["choice"] = slowest_choice <= BOUNDS["choice_over_loop"]
     figures["held"] = held
     about = machine("numpy", "paceline") | {"other_load_cores": load.cores()}
-    finish("selection", figures, BOUNDS, all(held.values()), about, quick)
+    finish("selection", figures, BOUNDS, all(held.values()), about, options)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def main() -> None:
     )
     about = {**machine("torch", "ray"), "other_cores": load.cores()}
     everything = {**figures, "step": step, "slow": slow}
-    finish("sessions", everything, bounds, ok, about, arguments.quick)
+    finish("sessions", everything, bounds, ok, about, arguments)
 
 
 if __name__ == "__main__":

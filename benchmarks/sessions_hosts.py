@@ -405,7 +405,7 @@ def main() -> None:
         print(f"{name}: {value:.2f}" + (f" (bound {bounds[name]:g})" if name in bounds else ""))
     ok = all(figures[name] <= bound for name, bound in bounds.items())
     about = {**machine("torch", "ray"), "other_cores": load.cores()}
-    finish("sessions_hosts", {**figures, **found}, bounds, ok, about, given.quick)
+    finish("sessions_hosts", {**figures, **found}, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

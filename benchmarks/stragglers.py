@@ -334,7 +334,7 @@ def main() -> None:
         "ratio_to_sync": {n: [round(v, 2) for v in values] for n, values in ratios.items()},
         "best": round(best, 2),
     }
-    finish("stragglers", figures, {"best": BOUND}, best >= BOUND, about, options.quick)
+    finish("stragglers", figures, {"best": BOUND}, best >= BOUND, about, options)
 
 
 if __name__ == "__main__":

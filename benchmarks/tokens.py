@@ -61,7 +61,7 @@ def main() -> None:
     figures = measure(arguments.quick)
     bound = BOUNDS["largest_error_with_counts"]
     ok = all(max(found) < bound for name, found in figures.items() if name.endswith("counts"))
-    finish("tokens", figures, BOUNDS, ok, machine("numpy", "torch"), arguments.quick)
+    finish("tokens", figures, BOUNDS, ok, machine("numpy", "torch"), arguments)
 
 
 if __name__ == "__main__":

@@ -957,7 +957,7 @@ def main() -> None:
         conditions = {"alone": [5]}
     about = machine("numpy", "ray", "torch") | {"congestion": given.congestion}
     if reason := missing():
-        finish("transports", {"not_run": reason}, {}, False, about, given.quick)
+        finish("transports", {"not_run": reason}, {}, False, about, given)
     load, study = OtherLoad(), Study(given.congestion)
     with ExitStack() as stack:
         study.begin(names, conditions, stack)
@@ -979,7 +979,7 @@ def main() -> None:
     about["others"] = load.cores()
     ok = all(cell.get("all", [0]) for cell in study.found.values())
     figures = {**study.found, "not_run": study.not_run}
-    finish("transports", figures, {}, ok, about, given.quick)
+    finish("transports", figures, {}, ok, about, given)
 
 
 if __name__ == "__main__":
