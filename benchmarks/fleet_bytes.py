@@ -88,7 +88,7 @@ def main() -> None:
         return
     about = machine("ray", "numpy")
     if reason := missing():
-        finish("fleet, bytes", {"not_run": reason}, BOUNDS, False, about, given.quick)
+        finish("fleet, bytes", {"not_run": reason}, BOUNDS, False, about, given)
     count, workers, steps = (3, 6, 5) if given.quick else (8, 64, 8)
     values, each = 2**19, workers // count  # a model of 4 MiB
     load, began = OtherLoad(), time.monotonic()
@@ -134,7 +134,7 @@ def main() -> None:
     about |= {"others": load.cores(), "seconds": round(time.monotonic() - began)}
     about |= {"hosts": count, "workers": workers, "model_bytes": size}
     ok = figures["sums on nodes"]["to_formula"] <= BOUNDS["to_formula"]
-    finish("fleet, bytes", figures, BOUNDS, ok, about, given.quick)
+    finish("fleet, bytes", figures, BOUNDS, ok, about, given)
 
 
 if __name__ == "__main__":

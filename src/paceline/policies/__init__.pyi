@@ -9,6 +9,7 @@ from .deadline import Deadline as Deadline
 from .gather import Gather as Gather
 from .gather import mean as mean
 from .gather import staleness_weighted as staleness_weighted
+from .named import async_local_sgd as async_local_sgd
 from .placement.tiles import Placed as Placed
 from .wrappers import MinWorkers as MinWorkers
 from .wrappers import OnlyWorkers as OnlyWorkers

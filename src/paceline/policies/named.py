@@ -100,6 +100,17 @@ def k_async(k: int) -> Gather:
     return Gather(k, max_staleness=inf, preempt=False)
 
 
+def async_local_sgd(steps: int, max_staleness: float = inf) -> Gather:
+    """Let each worker take `steps` local steps, and step along its change as soon as it arrives.
+
+    No worker ever waits. Each local step of a worker uses `batch_size` samples, where `local_sgd`
+    divides them among all workers. With `placement=BySpeed()`, tasks of all workers take about the
+    same time. Use `outer=partial(pl.learners.DelayedNesterov, every=workers)`: the momentum of
+    `SGD` counts stale changes several times (Liu et al. 2024, arXiv 2401.09135).
+    """
+    return Gather(1, max_staleness, refill=True, preempt=False, work=Work(steps=steps))
+
+
 def asynchronous(max_staleness: float = inf, damping: bool = True) -> Gather:
     """Step on each result of staleness at most `max_staleness`; no worker ever waits.
 
