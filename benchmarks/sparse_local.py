@@ -30,13 +30,13 @@ import torch
 from torch import nn
 
 import paceline as pl
-from _gpt import Text, make_model, test_loss, text_file
+from _gpt import CHARACTERS, Text, test_loss, text_file
 from _report import finish, machine, parser, table
 from _tuning import SEED, Trial, tune
+from gpt import GPT, loss
 from gpt import Text as Windows
-from gpt import loss
 
-WORKERS, BATCH, LOCAL, ROUNDS = 4, 16, 20, 20
+WORKERS, BATCH, LOCAL, ROUNDS = 4, 16, 20, 30
 RATE = 20e6 / 8  # bytes a second of each link
 BOUNDS = {"loss_to_dense": 1.01, "bytes_to_dense": 1 / 50}
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -83,6 +83,15 @@ class Both(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for part in self._parts:
             part.step()
+
+
+def make_model(seed: int) -> GPT:
+    """Return a GPT of 0.11 million parameters."""
+    torch.manual_seed(seed)
+    model = GPT(CHARACTERS, width=64, layers=2)
+    for embedding in (model.token, model.place):
+        nn.init.normal_(embedding.weight, std=0.02)
+    return model
 
 
 @cache
