@@ -16,8 +16,8 @@ class DelayedNesterov(Optimizer):
     Each change moves the model by `lr / every` at once. The momentum is updated with the mean of
     `every` changes, and moves the model once for all of them. If none is stale, this is one step of
     `SGD(nesterov=True)` along their mean. After the delayed Nesterov update of Liu et al. 2024
-    (arXiv 2401.09135). Momentum that moves the model with every change would count each of them
-    several times, and asynchronous local steps then diverge at rates that suit synchronous ones.
+    (arXiv 2401.09135). Usual momentum moves the model with every change, and so counts stale
+    changes several times. Rates that suit rounds of local steps then diverge.
 
     every: changes for one update of the momentum; the number of workers is a good choice.
     """
