@@ -1,7 +1,7 @@
 # Everything CI does, in pieces. PYTHON may name another interpreter.
 PYTHON ?= python
 
-.PHONY: check format lint types test coverage cluster long timing fresh release-check bench gpu docs
+.PHONY: check format lint types test coverage cluster long timing fresh release-check bench peers gpu docs
 
 check: lint types test  ## what must pass before a commit
 
@@ -63,6 +63,9 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/fleet.py
 	$(PYTHON) benchmarks/fleet_bytes.py
+
+peers:  ## DDP, torchft, Ray Train, Hivemind, DiLoCo and Paceline on four hosts: hours; as root
+	$(PYTHON) benchmarks/peers.py --install --log peers.jsonl --continue
 
 gpu:  ## ten minutes on a machine with GPUs; writes gpu_report.json, and ends with 3 where there is none
 	$(PYTHON) benchmarks/gpu.py

@@ -54,12 +54,18 @@ class Driver:
     """A process on a host, 0 unless told; it reads orders and writes answers as lines of JSON."""
 
     def __init__(
-        self, hosts: Hosts, script: str, arguments: Sequence[str], folder: Path, host: int = 0
+        self,
+        hosts: Hosts,
+        script: str,
+        arguments: Sequence[str],
+        folder: Path,
+        host: int = 0,
+        python: str = sys.executable,
     ) -> None:
         paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
         self._log = open(folder / "driver.log", "w+")  # noqa: SIM115
         self.process = hosts.popen(
-            host, [sys.executable, script, *arguments],
+            host, [python, script, *arguments],
             env={"PYTHONPATH": os.pathsep.join(paths)}, stdin=PIPE, stdout=PIPE,
             stderr=self._log, text=True,
         )  # fmt: skip

@@ -31,6 +31,16 @@ def vectors(test: bool = False, mean: float = 0.0, deviation: float = 1.0) -> Te
     return TensorDataset(x, torch.from_numpy(labels).long())
 
 
+def small_cnn(seed: int = 0) -> nn.Module:
+    """Return a CNN of 1.9 MB for images of shape (1, 28, 28)."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 48, 5, stride=2), nn.ReLU()),
+        *(nn.Conv2d(48, 128, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(3200, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
 def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """Return the cross entropy of inputs that are floats."""
     inputs, labels = batch

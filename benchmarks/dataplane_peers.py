@@ -21,16 +21,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
-import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,26 +35,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
+from _bench_hosts import Testbed
 from _driver import Driver, say
-from _fashion import images, pixel_loss
+from _fashion import images, pixel_loss, small_cnn
 from _report import OtherLoad, finish, machine, parser, table
 from paceline.data.sampling import Stream
 from paceline.ddp import ProportionalSampler
 from paceline.testing import groups
-from paceline.testing.groups import Group
-from paceline.testing.hosts import Hosts, missing
+from paceline.testing.hosts import missing
 
-RATE, DELAY, QUEUE, SLOW = 100e6, 0.005, 1 << 20, 0.1
 CORES = 1.2  # of the four training processes together
 BATCH, LOCAL = 512, 10  # samples a step; local steps of a round
 WARM_UP = 3  # steps of a block that do not count
 SPEEDS = {"speeds": (1, 1, 2, 4)}
-STALL, EVERY = 2.0, 10.0  # seconds
 BOUNDS = {"calm": 1.05, "speeds": 1.05, "stalls": 0.8, "slow link": 0.5}
 
 # The arms of each condition; the first is the rival of the bound.
@@ -74,15 +69,6 @@ OURS = {
     "stalls": ["k_sync(3)", "rennala", "local_sgd"],
     "slow link": ["k_sync(3)", "local_sgd"],
 }
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Conv2d(1, 48, 5, stride=2), nn.ReLU()),
-        *(nn.Conv2d(48, 128, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(3200, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
 
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -111,7 +97,7 @@ class Rank:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
         self._data, self._rank, self._size = Images(), rank, size
-        self._model = DistributedDataParallel(make_model())
+        self._model = DistributedDataParallel(small_cnn())
         self._optimizer = SGD(self._model.parameters())
         self._arms = {"ddp": self._equal(), "ddp + shares": self._by_speed()}
 
@@ -170,7 +156,7 @@ def learner(arm: str) -> pl.TorchLearner:
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     pieces = "k_sync" in arm or "rennala" in arm
     return pl.TorchLearner(
-        make_model(),
+        small_cnn(),
         pixel_loss,
         SGD,
         images,
@@ -251,10 +237,9 @@ class Bench:
     """All arms on the same hosts, one at a time."""
 
     def __init__(self, count: int, cores: float, stack: ExitStack) -> None:
-        self.count, self._cores = count, cores
-        self.hosts = stack.enter_context(Hosts(count, delay=DELAY, rate=RATE, queue=QUEUE))
+        self.count, self._bed = count, Testbed(count, cores, stack)
+        self.hosts = self._bed.hosts
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self._groups = [stack.enter_context(Group(cores=cores / count)) for _ in range(count)]
         here, script = str(Path(__file__)), partial(Driver, self.hosts)
         address = self.hosts.start_ray(cpus=1)
         (folder / "ray").mkdir()
@@ -267,9 +252,9 @@ class Bench:
             self._ranks.append(script(here, ["--rank", plan], folder / str(rank), host=rank))
         self._driver.order(arm="start", steps=1, journal=False)
         for rank, process in enumerate(self._ranks):
-            self._groups[rank].add(process.heard(120)["pid"])
+            self._bed.limit(rank, process.heard(120)["pid"])
         for host, pid in self._by_host(self._driver.heard(120)["pids"]):
-            self._groups[host].add(pid)
+            self._bed.limit(host, pid)
 
     def _by_host(self, pids: Sequence[int]) -> list[tuple[int, int]]:
         where = {pid: host for host in range(self.count) for pid in self.hosts.pids(host)}
@@ -277,11 +262,8 @@ class Bench:
 
     def condition(self, name: str) -> None:
         """Set cores and links; stalls come with each block."""
-        speeds = SPEEDS.get(name, (1,) * self.count)[: self.count]
-        for group, speed in zip(self._groups, speeds, strict=True):
-            group.limit(self._cores * speed / sum(speeds))
-        rate = RATE * SLOW if name == "slow link" else RATE
-        self.hosts.link(self.count - 2, rate=rate)
+        self._bed.speeds(SPEEDS.get(name, ()))
+        self._bed.links(slow=name == "slow link")
 
     def block(self, arm: str, steps: int, seed: int | None, profile: bool = False) -> Any:
         """Train some steps; return the answer of the arm. seed: of the stalls, if there are any."""
@@ -292,33 +274,11 @@ class Bench:
         for process in asked:
             assert process.heard(180)["begun"]
         before = self._usage()
-        ended = threading.Event()
-        stalls = threading.Thread(target=self._stall, args=(ended, seed))
-        if seed is not None:
-            stalls.start()
-        try:
+        with nullcontext() if seed is None else self._bed.stalls(seed):
             answers = [process.heard(600) for process in asked]
-        finally:
-            ended.set()
-            if seed is not None:
-                stalls.join()
         if profile:
             answers[0]["usage"] = self._used(before, steps)
         return answers[0]
-
-    def _stall(self, ended: threading.Event, seed: int | None) -> None:
-        rng, begin, count = random.Random(seed), time.monotonic(), 0
-        while not ended.wait(
-            max(0.0, begin + EVERY * count + rng.uniform(2, 6) - time.monotonic())
-        ):
-            count += 1
-            pids = self.hosts.pids(rng.randrange(1, self.count))
-            for sign in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, sign)
-                if sign == signal.SIGSTOP:
-                    time.sleep(STALL)
 
     def _usage(self) -> dict[tuple[int, str], float]:
         """Return the CPU seconds so far by host and kind of process, and of the processes that

@@ -1,0 +1,233 @@
+"""The processes of each family of arms on the hosts: started, given orders, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from _bench_hosts import Testbed
+from _driver import Driver
+from arms.task import Order
+
+_ports = count(29800)
+
+
+class Family:
+    """Processes on hosts that speak lines of JSON: one on host 0, or one on each host.
+
+    module: the script that they run.
+    mark: part of the command line of the processes that train.
+    lasting: whether they wait for further orders after a run.
+    """
+
+    module, mark, lasting, on_each = "", "", True, True
+    package = ""  # of an optional install
+    needs_ray = False
+
+    def __init__(self, bed: Testbed, folder: Path, ray: str, venvs: Path) -> None:
+        self._bed, self._folder, self._ray, self._venvs = bed, folder, ray, venvs
+        self.processes: dict[int, Driver] = {}
+        self._started = 0
+
+    def python(self) -> str:
+        own = self._venvs / self.package / "bin" / "python"
+        return str(own) if self.package else sys.executable
+
+    def why_not(self) -> str:
+        """Return why the arms of this family cannot run here, or nothing."""
+        if self.package and not Path(self.python()).exists():
+            return f"{self.package} is not installed; run with --install"
+        return ""
+
+    def prepare(self, order: Order, hosts: list[int]) -> None:
+        """Start the processes that a run needs, unless they wait already."""
+        if not self.processes:
+            self._begin(order)
+            for host in hosts if self.on_each else [0]:
+                self._start(host, order)
+            for process in self.processes.values():
+                while not self._heard(process, 180).get("ready"):
+                    pass
+
+    def _heard(self, process: Driver, seconds: float) -> dict[str, Any]:
+        said = process.heard(seconds)
+        if not said:
+            raise RuntimeError(f"{self.module} did not answer in {seconds:g} s")
+        return said
+
+    def _begin(self, order: Order) -> None:
+        """Start what the processes need besides."""
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        raise NotImplementedError
+
+    def _start(self, host: int, order: Order) -> None:
+        self._started += 1
+        folder = self._folder / f"{self.module}-{self._started}-{host}"
+        folder.mkdir()
+        arguments = self._arguments(host, order)
+        self.processes[host] = Driver(self._bed.hosts, "-m", arguments, folder, host, self.python())
+
+    def give(self, order: Order) -> None:
+        """Order all processes to train."""
+        for process in self.processes.values():
+            process.order(**asdict(order))
+
+    def comes_back(self, host: int, order: Order) -> None:
+        """Start the process of a host again in a run under way."""
+        if self.on_each:
+            self._start(host, order)
+            self.processes[host].order(**asdict(order))
+
+    def said(self) -> list[dict[str, Any]]:
+        """Return the lines since the last call; raise if a process that must be there has ended."""
+        found = []
+        for process in list(self.processes.values()):
+            while line := process.heard(0.01):
+                found.append(line)
+        return found
+
+    def loses(self, host: int) -> None:
+        """Forget the process of a host that was killed."""
+        self.processes.pop(host, None)
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        """Wait until all processes have ended the run; return what host 0 said of it."""
+        last: dict[str, Any] = {}
+        try:
+            for _, process in sorted(self.processes.items()):
+                while not (said := self._heard(process, seconds)).get("end"):
+                    pass
+                last = last or said
+            if not self.lasting:
+                self.end()
+        except RuntimeError as error:
+            self.end()
+            last = {"finish": str(error)[-300:]}
+        return last
+
+    def end(self) -> None:
+        """Kill all processes; the next run starts others."""
+        for process in self.processes.values():
+            _kill(process.process)
+        self.processes.clear()
+
+
+def _kill(process: subprocess.Popen[Any]) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+
+
+class Gloo(Family):
+    """Ranks of torch.distributed."""
+
+    module = mark = "arms.ddp"
+    _meeting = ""
+
+    def _begin(self, order: Order) -> None:
+        self._meeting = f"tcp://{self._bed.hosts.ip(0)}:{next(_ports)}"
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, str(host), str(order.hosts), self._meeting]
+
+
+class Torchrun(Gloo):
+    """The same arms under torchrun, with checkpoints: hosts may go and come."""
+
+    lasting = False
+
+    def prepare(self, order: Order, hosts: list[int]) -> None:
+        self.end()
+        self._meeting = f"{self._bed.hosts.ip(0)}:{next(_ports)}"
+        for host in hosts:
+            self._start(host, order)
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        conf = "last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
+        return [
+            *("torch.distributed.run", f"--nnodes={order.least}:{order.hosts}"),
+            *("--nproc-per-node=1", "--max-restarts=50", "--monitor-interval=0.5"),
+            *("--rdzv-id=peers", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._meeting}"),
+            *(f"--rdzv-conf={conf}", f"--local-addr={self._bed.hosts.ip(host)}"),
+            *("-m", self.module, "--once", str(host), json.dumps(asdict(order))),
+        ]
+
+    def give(self, order: Order) -> None:
+        """Do nothing: the order is among the arguments."""
+
+    def comes_back(self, host: int, order: Order) -> None:
+        self._start(host, order)
+
+    def end(self) -> None:
+        for host in self.processes:  # torchrun leaves its processes behind if it is killed
+            for pid in self._bed.marked(host, self.mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        super().end()
+
+
+class Paceline(Family):
+    module, mark, on_each, needs_ray = "arms.ours", "ray::Worker", False, True
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, self._ray, self._bed.hosts.ip(0), str(order.hosts)]
+
+
+class Sessions(Family):
+    module = mark = "arms.sessions"
+    needs_ray = True
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, str(host), self._ray, self._bed.hosts.ip(host)]
+
+
+class RayTrain(Family):
+    module, mark, on_each, needs_ray = "arms.raytrain", "ray::RayTrainWorker", False, True
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, self._ray, self._bed.hosts.ip(0)]
+
+
+class Torchft(Family):
+    module = mark = "arms.torchft"
+    package, lasting = "torchft", False
+    _lighthouse: subprocess.Popen[Any] | None = None
+    _meeting = ""
+
+    def _begin(self, order: Order) -> None:
+        port = next(_ports)
+        self._meeting = f"http://{self._bed.hosts.ip(0)}:{port}"
+        command = [str(Path(self.python()).with_name("torchft_lighthouse"))]
+        command += ["--min_replicas", str(order.least), "--join_timeout_ms", "2000"]
+        command += ["--quorum_tick_ms", "100", "--heartbeat_timeout_ms", "5000"]
+        with open(self._folder / "lighthouse.log", "a") as log:
+            self._lighthouse = self._bed.hosts.popen(
+                0, [*command, "--bind", f"0.0.0.0:{port}"], stdout=log, stderr=log
+            )
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, str(host), self._bed.hosts.ip(host), self._meeting]
+
+    def end(self) -> None:
+        super().end()
+        if self._lighthouse is not None:
+            _kill(self._lighthouse)
+            self._lighthouse = None
+
+
+class Hivemind(Family):
+    module = mark = "arms.hivemind"
+    package, lasting = "hivemind", False
+
+    def _arguments(self, host: int, order: Order) -> list[str]:
+        return [self.module, str(host), self._bed.hosts.ip(host)]

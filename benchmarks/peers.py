@@ -1,0 +1,261 @@
+"""Seconds to a loss beside DDP, torchft, Ray Train, Hivemind and DiLoCo, on the same four hosts.
+
+Hosts are network namespaces on this machine (`paceline.testing.hosts`): 100 Mbit/s, 20 ms round
+trips, 1.2 cores for the four training processes together. A CNN of 1.9 MB learns Fashion-MNIST, 512
+samples a step (`--model gpt`: a GPT of 3.3 MB on tinyshakespeare, 64 windows a step). Each arm
+trains from the same weights until the loss on held-out samples is reached. The process on host 0
+keeps its model every ten steps. This script computes the losses, outside the limits of the hosts.
+
+calm       equal hosts
+speeds     cores as 1 : 1 : 2 : 4
+stalls     every 10 s, all processes of a random host other than the driver's stop for 2 s
+slow link  the link of one host has a tenth of its rate
+far        all links have 20 Mbit/s, and 50 ms each way through two of them
+killed     every 60 s all processes of a host are killed; the host is back after 20 s
+added      the run begins with three hosts, and the fourth is added after 20 s
+
+`--install` makes virtual environments for torchft and Hivemind. `--log FILE` has a line for each
+run at once, and `--continue` leaves out the runs that the file has. `--tune` shows how the learning
+rates were chosen.
+
+    python benchmarks/peers.py [--quick] [--only ARM,ARM] [--scenarios NAME,NAME] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from argparse import Namespace
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import paceline as pl
+from _bench_hosts import Testbed
+from _report import OtherLoad, finish, machine, parser, table
+from arms import families
+from arms.lines import user_lines
+from arms.rates import EASY, RATES, TARGET, Judge, tune
+from arms.run import HOSTS, SCENARIOS, Run, Scenario
+from arms.task import Order
+from paceline.testing import groups
+from paceline.testing.hosts import missing
+
+CORES = 1.2  # of the four training processes together
+
+
+# Family of processes and kind of learning rate of each arm. Ours begin with "paceline".
+ARMS: dict[str, tuple[type[families.Family], str]] = {
+    "ddp": (families.Gloo, "step"),
+    "ddp + shares": (families.Gloo, "step"),
+    "diloco": (families.Gloo, "local, kept"),
+    "ray train": (families.RayTrain, "step"),
+    "torchft": (families.Torchft, "step"),
+    "torchft diloco": (families.Torchft, "local, kept"),
+    "hivemind": (families.Hivemind, "step"),
+    "sync": (families.Paceline, "step"),
+    "sync + shares": (families.Paceline, "step"),
+    "k_sync(3)": (families.Paceline, "step"),
+    "rennala": (families.Paceline, "step"),
+    "local_sgd": (families.Paceline, "local, fresh"),
+    "local_sgd + shares": (families.Paceline, "local, fresh"),
+    "auto": (families.Paceline, "step"),
+    "session + shares": (families.Sessions, "step"),
+    "local_steps": (families.Sessions, "local, kept"),
+}
+OURS = list(ARMS)[list(ARMS).index("sync") :]
+QUICK = ["ddp", "diloco", "sync + shares", "local_sgd + shares"]
+# Seconds of the best of our arms to those of the best rival, in the median over seeds.
+BOUNDS = {name: 1.05 if name == "calm" else 1.0 for name in SCENARIOS}
+QUICK_BOUNDS = {"calm": 1.25, "speeds": 1.0}
+
+
+class Bench:
+    """All arms on the same hosts, one run at a time."""
+
+    def __init__(self, stack: ExitStack, arms: list[str], venvs: Path, model: str, easy: bool):
+        self._bed = Testbed(HOSTS, CORES, stack)
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._model, self._target = model, (EASY if easy else TARGET)[model]
+        self._judge, self._runs, self._gone = Judge(model), 0, set[int]()
+        with_ray = any(ARMS[arm][0].needs_ray for arm in arms)
+        paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
+        found = {
+            "PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "examples")])
+        }
+        self._ray = self._bed.hosts.start_ray(cpus=1, env=found) if with_ray else ""
+        kinds = {ARMS[arm][0] for arm in arms} | {families.Torchrun}
+        self._families = {k: k(self._bed, self._folder, self._ray, venvs) for k in kinds}
+
+    def run(self, arm: str, name: str, seed: int) -> dict[str, Any]:
+        """Train once; return the result, or why there is none."""
+        scenario, kind = SCENARIOS[name], ARMS[arm][0]
+        if scenario.elastic and kind is families.Gloo:
+            kind = families.Torchrun
+        family, order = self._families[kind], self._order(arm, seed, scenario)
+        result = {"arm": arm, "scenario": name, "seed": seed, "model": self._model}
+        result |= {"target": self._target, "lines": user_lines(kind.module, arm)}
+        if reason := family.why_not():
+            return result | {"not_run": reason}
+        hosts = [host for host in range(HOSTS) if not (scenario.added and host == HOSTS - 1)]
+        try:
+            self._restore(hosts)
+            if scenario.elastic:
+                family.end()  # the run begins with the hosts that are there
+            family.prepare(order, hosts)
+            self._bed.limit_all(family.mark)
+            self._bed.speeds(scenario.speeds)
+            self._bed.links(scenario.rate, scenario.delay, scenario.slow)
+            family.give(order)
+            result |= Run(self._bed, family, order, scenario, self._judge, self._gone).follow()
+        except (RuntimeError, OSError, AssertionError) as error:
+            result["failed"] = str(error)[-500:]
+            family.end()
+        finally:
+            self._bed.speeds()
+            self._bed.links()
+        if scenario.elastic or "failed" in result:
+            family.end()
+        return result
+
+    def _order(self, arm: str, seed: int, scenario: Scenario) -> Order:
+        self._runs += 1
+        folder = self._folder / f"run{self._runs}"
+        folder.mkdir()
+        kind = ARMS[arm][1]
+        lr, outer = RATES.get((kind, self._model)) or RATES["local, kept", self._model]
+        return Order(
+            arm, str(folder), seed, self._model, lr, outer, HOSTS,
+            HOSTS - 1 if scenario.elastic else HOSTS, self._ray, f"run{self._runs}", self._target,
+            tuple(self._bed.hosts.ip(host) for host in range(HOSTS)),
+        )  # fmt: skip
+
+    def _restore(self, hosts: list[int]) -> None:
+        """Start Ray again on hosts that were killed, and kill those that shall not be there yet."""
+        for host in set(range(HOSTS)) - set(hosts):
+            self._bed.hosts.kill(host)
+            self._gone.add(host)
+            for family in self._families.values():
+                family.end()
+        for host in self._gone & set(hosts):
+            for family in self._families.values():
+                if host in family.processes:
+                    family.end()
+            if self._ray:
+                started = self._bed.hosts.start_node(host)
+                if started.wait(60):
+                    raise RuntimeError(f"Ray does not start again on host {host}")
+        self._gone -= set(hosts)
+
+
+def install(venvs: Path) -> None:
+    """Make an environment for each optional arm; each sees the packages of this Python."""
+    constraints = Path(__file__).parents[1] / ".ci" / "constraints.txt"
+    for package in sorted({kind.package for kind, _ in ARMS.values() if kind.package}):
+        folder = venvs / package
+        if not (folder / "bin" / "python").exists():
+            venv.create(folder, with_pip=True, system_site_packages=True)
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        (site / "outer.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
+        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
+        done = subprocess.run([*command, "-c", str(constraints), package], timeout=900)
+        print(f"{package}: " + ("installed" if not done.returncode else "did not install"))
+
+
+def wanted(given: Namespace) -> tuple[list[str], list[str]]:
+    """Return arms and scenarios; refuse unknown ones."""
+    arms = [each for each in given.only.split(",") if each] or (QUICK if given.quick else [*ARMS])
+    scenarios = [each for each in given.scenarios.split(",") if each]
+    scenarios = scenarios or (list(QUICK_BOUNDS) if given.quick else [*SCENARIOS])
+    if unknown := (set(arms) - set(ARMS)) | (set(scenarios) - set(SCENARIOS)):
+        raise SystemExit(f"{unknown} is unknown; arms: {[*ARMS]}, scenarios: {[*SCENARIOS]}")
+    return arms, scenarios
+
+
+def measure(bench: Bench, given: Namespace, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run all arms in all scenarios, seed by seed; write each result at once."""
+    arms, scenarios = wanted(given)
+    known = {(each["scenario"], each["seed"], each["arm"]) for each in done}
+    found = list(done)
+    for name in scenarios:
+        for seed in range(given.seeds or (1 if given.quick else 3)):
+            for arm in arms if seed % 2 == 0 else arms[::-1]:
+                if (name, seed, arm) in known:
+                    continue
+                result = bench.run(arm, name, seed)
+                found.append(result)
+                if given.log:
+                    with open(given.log, "a") as log:
+                        log.write(json.dumps(result) + "\n")
+                about = result.get("seconds") or result.get("failed") or result.get("not_run")
+                print(f"{name}, seed {seed}, {arm}: {about}", flush=True)
+    return found
+
+
+def report(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Print a table of all arms; return the ratio of our best to the best rival, by scenario."""
+    rows, ratios = [], {}
+    for name in dict.fromkeys(each["scenario"] for each in found):
+        best: dict[bool, float] = {}
+        for arm in dict.fromkeys(each["arm"] for each in found):
+            runs = [each for each in found if (each["scenario"], each["arm"]) == (name, arm)]
+            good = [each for each in runs if "seconds" in each]
+            row = [f"{name}, {arm}", f"{len(good)} of {len(runs)}"]
+            if len(good) * 2 > len(runs):  # the median is a time, not "never"
+                seconds = median(each["seconds"] for each in good)
+                best[arm in OURS] = min(best.get(arm in OURS, seconds), seconds)
+                row += [f"{seconds:.1f}"]
+                for key in ("steps", "MB", "longest", "lines"):
+                    row.append(f"{median(each[key] for each in good):.4g}")
+            rows.append([*row, *["-"] * (7 - len(row))])
+        if len(best) == 2:
+            ratios[name] = round(best[True] / best[False], 3)
+    table(["", "reached", "seconds", "steps", "MB", "longest stall", "lines"], rows)
+    return ratios
+
+
+def main() -> None:
+    arguments = parser(__doc__, seconds=300)
+    arguments.add_argument("--model", choices=["cnn", "gpt"], default="cnn")
+    arguments.add_argument("--only", default="", help="these arms alone, by comma")
+    arguments.add_argument("--scenarios", default="", help="these scenarios alone, by comma")
+    arguments.add_argument("--seeds", type=int, help="how many; 3 by default")
+    arguments.add_argument("--log", help="a file of JSON lines, one for each run")
+    arguments.add_argument("--continue", dest="go_on", action="store_true", help="see --log")
+    arguments.add_argument("--tune", action="store_true", help="how the rates were chosen")
+    arguments.add_argument("--install", action="store_true", help="the optional arms")
+    arguments.add_argument("--venvs", type=Path, default=Path.home() / ".cache/paceline-peers")
+    given = arguments.parse_args()
+    if given.tune:
+        return tune(given.model)
+    if given.install:
+        install(given.venvs)
+    arms, scenarios = wanted(given)
+    about, bounds = machine("torch", "ray", "numpy"), QUICK_BOUNDS if given.quick else BOUNDS
+    bounds = {name: bound for name, bound in bounds.items() if name in scenarios}
+    if reason := missing() or groups.missing():
+        finish("peers", {"not_run": reason}, bounds, False, about, given.quick)
+    torch.set_num_threads(1)
+    done = []
+    if given.go_on and given.log:
+        with suppress(FileNotFoundError), open(given.log) as log:
+            done = [json.loads(line) for line in log]
+    load = OtherLoad()
+    with ExitStack() as stack:
+        bench = Bench(stack, arms, given.venvs, given.model, given.quick)
+        found = measure(bench, given, done)
+    ratios = report(found)
+    about["others"] = load.cores()
+    ok = all(name in ratios and ratios[name] <= bound for name, bound in bounds.items())
+    finish("peers", {"ratios": ratios, "runs": found}, bounds, ok, about, given.quick)
+
+
+if __name__ == "__main__":
+    main()
