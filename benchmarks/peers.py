@@ -106,16 +106,17 @@ class Bench:
             return result | {"not_run": reason}
         hosts = [host for host in range(HOSTS) if not (scenario.added and host == HOSTS - 1)]
         try:
+            if scenario.elastic or self._gone:
+                for each in self._families.values():
+                    each.end()  # the run begins with processes on the hosts that are there
             self._restore(hosts)
-            if scenario.elastic:
-                family.end()  # the run begins with the hosts that are there
             family.prepare(order, hosts)
             self._bed.limit_all(family.mark)
             self._bed.speeds(scenario.speeds)
             self._bed.links(scenario.rate, scenario.delay, scenario.slow)
             family.give(order)
             result |= Run(self._bed, family, order, scenario, self._judge, self._gone).follow()
-        except (RuntimeError, OSError, AssertionError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             result["failed"] = str(error)[-500:]
             family.end()
         finally:
@@ -139,19 +140,12 @@ class Bench:
 
     def _restore(self, hosts: list[int]) -> None:
         """Start Ray again on hosts that were killed, and kill those that shall not be there yet."""
-        for host in set(range(HOSTS)) - set(hosts):
+        for host in set(range(HOSTS)) - set(hosts) - self._gone:
             self._bed.hosts.kill(host)
             self._gone.add(host)
-            for family in self._families.values():
-                family.end()
         for host in self._gone & set(hosts):
-            for family in self._families.values():
-                if host in family.processes:
-                    family.end()
-            if self._ray:
-                started = self._bed.hosts.start_node(host)
-                if started.wait(60):
-                    raise RuntimeError(f"Ray does not start again on host {host}")
+            if self._ray and self._bed.hosts.start_node(host).wait(60):
+                raise RuntimeError(f"Ray does not start again on host {host}")
         self._gone -= set(hosts)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from _bench_hosts import Testbed
 from _driver import Driver
+from _report import our_processes
 from arms.task import Order
 
 _ports = count(29800)
@@ -122,10 +123,21 @@ class Family:
 
 
 def _kill(process: subprocess.Popen[Any]) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
+    """Kill a process and all that it has started."""
+    for pid in _tree(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(20)
+
+
+def _tree(root: int) -> list[int]:
+    """Return a process that this one has started, and its descendants; none if it has ended."""
+    parents = {pid: int(fields[1]) for pid, fields in our_processes().items()}
+    found = [root] if root in parents else []
+    for each in found:
+        found += [pid for pid, parent in parents.items() if parent == each]
+    return found
 
 
 class Gloo(Family):
@@ -167,13 +179,6 @@ class Torchrun(Gloo):
 
     def comes_back(self, host: int, order: Order) -> None:
         self._start(host, order)
-
-    def end(self) -> None:
-        for host in self.processes:  # torchrun leaves its processes behind if it is killed
-            for pid in self._bed.marked(host, self.mark):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        super().end()
 
 
 class Paceline(Family):

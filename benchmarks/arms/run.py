@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,17 @@ SCENARIOS = {
 }
 
 
+def changes(scenario: Scenario, begin: float) -> Iterator[tuple[float, str, int]]:
+    """Yield when a host goes or comes, which of both, and the host: never the first one."""
+    if scenario.added:
+        yield begin + BACK, "back", HOSTS - 1
+    if scenario.leaves is not None:
+        for number in count():
+            at, host = begin + scenario.leaves + KILLED * number, HOSTS - 1 - number % (HOSTS - 1)
+            yield at, "kill", host
+            yield at + BACK, "back", host
+
+
 class Run:
     """One run, followed from its order to its end."""
 
@@ -67,15 +78,15 @@ class Run:
         self._smoothed, self._judged = Smoothed(order.target), set[Path]()
         self._steps: list[tuple[float, int, int]] = []  # time, step and samples of each report
         self._losses: list[tuple[float, float]] = []
+        self._sent: list[tuple[float, int]] = []  # time, and bytes out of all hosts
 
     def follow(self) -> dict[str, Any]:
         """Wait for the first step, then for the loss; return what came of it."""
         begin = self._begun()
         self._bed.limit_all(self._family.mark)
-        sent = self._sent()
         with self._bed.stalls(self._order.seed) if self._scenario.stalls else nullcontext():
             reached = self._reached(begin)
-        found: dict[str, Any] = {"MB": round((self._sent() - sent) / 1e6, 1)}
+        found: dict[str, Any] = {"MB": round(self._megabytes(begin, reached), 1)}
         self._steps = reported(self._folder)
         last = max((step for _, step, _ in self._steps), default=0)
         margin = 2 * LOCAL if "local" in self._order.arm or "diloco" in self._order.arm else 4
@@ -92,6 +103,7 @@ class Run:
 
     def _begun(self) -> float:
         until = time.monotonic() + START
+        self._check()
         while not (models := kept(self._folder)):
             self._check()
             if time.monotonic() > until:
@@ -101,7 +113,7 @@ class Run:
 
     def _reached(self, begin: float) -> float | None:
         """Return when the loss was reached; None if it was not in time."""
-        due = self._changes(begin)
+        due = changes(self._scenario, begin)
         change = next(due, None)
         limited = time.monotonic()
         while time.monotonic() - begin < LIMIT:
@@ -122,16 +134,6 @@ class Run:
             time.sleep(0.1)
         return None
 
-    def _changes(self, begin: float) -> Iterator[tuple[float, str, int]]:
-        """Yield when a host goes or comes, which, and the host: the last, then the one before."""
-        if self._scenario.added:
-            yield begin + BACK, "back", HOSTS - 1
-        first = self._scenario.leaves
-        for number in range(100) if first is not None else ():
-            at, host = begin + (first or 0.0) + KILLED * number, HOSTS - 1 - number % (HOSTS - 1)
-            yield at, "kill", host
-            yield at + BACK, "back", host
-
     def _change(self, what: str, host: int) -> None:
         if what == "kill":
             self._family.loses(host)
@@ -146,13 +148,18 @@ class Run:
         self._family.comes_back(host, self._order)
 
     def _check(self) -> None:
-        """Raise if a process has ended, or ended the run."""
+        """Count bytes; raise if a process has ended, or ended the run."""
+        sent = sum(out for out, _ in self._bed.hosts.carried().values())
+        self._sent.append((time.monotonic(), sent))
         for line in self._family.said():
             if "end" in line:
                 raise RuntimeError("the run ended before its loss")
 
-    def _sent(self) -> int:
-        return sum(out for out, _ in self._bed.hosts.carried().values())
+    def _megabytes(self, begin: float, reached: float | None) -> float:
+        """Return what all hosts have sent in the run, until its loss was reached."""
+        times, sent = zip(*self._sent, strict=True)
+        first, last = np.interp([begin, reached or times[-1]], times, sent)
+        return float(last - first) / 1e6
 
     def _counted(self, begin: float, reached: float) -> dict[str, Any]:
         """Return steps, samples, those computed twice, and the longest time between two steps."""
