@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ from _report import OtherLoad, finish, machine, parser, table
 from arms import families
 from arms.lines import user_lines
 from arms.rates import EASY, RATES, TARGET, Judge, tune
-from arms.run import HOSTS, SCENARIOS, Run, Scenario
+from arms.run import HOSTS, SCENARIOS, START, Run, Scenario
 from arms.task import Order
 from paceline.testing import groups
 from paceline.testing.hosts import missing
@@ -90,7 +91,7 @@ class Bench:
         found = {
             "PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "examples")])
         }
-        self._ray = self._bed.hosts.start_ray(cpus=1, env=found) if with_ray else ""
+        self._ray = self._bed.hosts.start_ray(cpus=1, env=found, timeout=START) if with_ray else ""
         kinds = {ARMS[arm][0] for arm in arms} | {families.Torchrun}
         self._families = {k: k(self._bed, self._folder, self._ray, venvs) for k in kinds}
 
@@ -152,15 +153,16 @@ class Bench:
 def install(venvs: Path) -> None:
     """Make an environment for each optional arm; each sees the packages of this Python."""
     constraints = Path(__file__).parents[1] / ".ci" / "constraints.txt"
-    for package in sorted({kind.package for kind, _ in ARMS.values() if kind.package}):
+    optional = {kind.package: kind.requirement for kind, _ in ARMS.values() if kind.package}
+    for package, requirement in optional.items():
         folder = venvs / package
         if not (folder / "bin" / "python").exists():
             venv.create(folder, with_pip=True, system_site_packages=True)
         (site,) = (folder / "lib").glob("python*/site-packages")
         (site / "outer.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
         command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
-        done = subprocess.run([*command, "-c", str(constraints), package], timeout=900)
-        print(f"{package}: " + ("installed" if not done.returncode else "did not install"))
+        done = subprocess.run([*command, "-c", str(constraints), requirement], timeout=900)
+        print(f"{requirement}: " + ("did not install" if done.returncode else "installed"))
 
 
 def wanted(given: Namespace) -> tuple[list[str], list[str]]:
@@ -237,6 +239,7 @@ def main() -> None:
     if reason := missing() or groups.missing():
         finish("peers", {"not_run": reason}, bounds, False, about, given.quick)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the hosts too
     done = []
     if given.go_on and given.log:
         with suppress(FileNotFoundError), open(given.log) as log:

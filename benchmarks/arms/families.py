@@ -30,7 +30,7 @@ class Family:
     """
 
     module, mark, lasting, on_each = "", "", True, True
-    package = ""  # of an optional install
+    package = requirement = ""  # of an optional install: its name, and what pip installs
     needs_ray = False
 
     def __init__(self, bed: Testbed, folder: Path, ray: str, venvs: Path) -> None:
@@ -44,7 +44,8 @@ class Family:
 
     def why_not(self) -> str:
         """Return why the arms of this family cannot run here, or nothing."""
-        if self.package and not Path(self.python()).exists():
+        places = self._venvs.glob(f"{self.package}/lib/python*/site-packages/{self.package}")
+        if self.package and not any(places):
             return f"{self.package} is not installed; run with --install"
         return ""
 
@@ -157,6 +158,7 @@ class Torchrun(Gloo):
     """The same arms under torchrun, with checkpoints: hosts may go and come."""
 
     lasting = False
+    mark = "-u -m arms.ddp"  # not torchrun itself, so that a new process may start at full speed
 
     def prepare(self, order: Order, hosts: list[int]) -> None:
         self.end()
@@ -165,7 +167,7 @@ class Torchrun(Gloo):
             self._start(host, order)
 
     def _arguments(self, host: int, order: Order) -> list[str]:
-        conf = "last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
+        conf = f"is_host={int(host == 0)},last_call_timeout=5,join_timeout=120"
         return [
             *("torch.distributed.run", f"--nnodes={order.least}:{order.hosts}"),
             *("--nproc-per-node=1", "--max-restarts=50", "--monitor-interval=0.5"),
@@ -206,6 +208,7 @@ class RayTrain(Family):
 class Torchft(Family):
     module = mark = "arms.torchft"
     package, lasting = "torchft", False
+    requirement = "torchft-nightly==2026.10.26"  # in 0.2.0 the others end with a killed replica
     _lighthouse: subprocess.Popen[Any] | None = None
     _meeting = ""
 
@@ -232,7 +235,7 @@ class Torchft(Family):
 
 class Hivemind(Family):
     module = mark = "arms.hivemind"
-    package, lasting = "hivemind", False
+    package, requirement, lasting = "hivemind", "hivemind==1.1.12", False
 
     def _arguments(self, host: int, order: Order) -> list[str]:
         return [self.module, str(host), self._bed.hosts.ip(host)]
