@@ -12,7 +12,7 @@ stalls     every 10 s, all processes of a random host other than the driver's st
 slow link  the link of one host has a tenth of its rate
 far        all links have 20 Mbit/s, and 50 ms each way through two of them
 killed     every 60 s all processes of a host are killed; the host is back after 20 s
-added      the run begins with three hosts, and the fourth is added after 20 s
+added      the run begins with three hosts, and the fourth is added after 5 s
 
 `--install` makes virtual environments for torchft and Hivemind. `--log FILE` has a line for each
 run at once, and `--continue` leaves out the runs that the file has. `--tune` shows how the learning
@@ -134,8 +134,8 @@ class Bench:
         kind = ARMS[arm][1]
         lr, outer = RATES.get((kind, self._model)) or RATES["local, kept", self._model]
         return Order(
-            arm, str(folder), seed, self._model, lr, outer, HOSTS,
-            HOSTS - 1 if scenario.elastic else HOSTS, self._ray, f"run{self._runs}", self._target,
+            arm, str(folder), seed, self._model, lr, outer, HOSTS, HOSTS - scenario.added,
+            HOSTS - scenario.elastic, self._ray, f"run{self._runs}", self._target,
             tuple(self._bed.hosts.ip(host) for host in range(HOSTS)),
         )  # fmt: skip
 

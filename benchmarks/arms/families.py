@@ -162,6 +162,8 @@ class Torchrun(Gloo):
 
     def prepare(self, order: Order, hosts: list[int]) -> None:
         self.end()
+        # In the shared store, ranks find addresses of an attempt before if restart counts differ.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._meeting = f"{self._bed.hosts.ip(0)}:{next(_ports)}"
         for host in hosts:
             self._start(host, order)

@@ -50,7 +50,7 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         pl.local_sgd(LOCAL) if local else policies.get(order.arm, pl.sync()),  # type: ignore[arg-type]
         engine,
         seed=order.seed,
-        min_workers=order.least,
+        min_workers=order.first,
         target=order.target if order.arm == "auto" else None,
         placement=pl.BySpeed() if "shares" in order.arm else None,
         callbacks=[told],

@@ -21,7 +21,7 @@ from arms.task import LOCAL, Order, kept, reported
 
 HOSTS = 4
 LIMIT, START = 180.0, 180.0  # seconds of a run, and of its beginning
-KILLED, BACK, FIRST = 60.0, 20.0, 15.0  # seconds between kills, until a host is back, to the first
+KILLED, BACK, FIRST = 60.0, 20.0, 5.0  # seconds between kills, until a host is back, to the first
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ SCENARIOS = {
 def changes(scenario: Scenario, begin: float) -> Iterator[tuple[float, str, int]]:
     """Yield when a host goes or comes, which of both, and the host: never the first one."""
     if scenario.added:
-        yield begin + BACK, "back", HOSTS - 1
+        yield begin + FIRST, "back", HOSTS - 1
     if scenario.leaves is not None:
         for number in count():
             at, host = begin + scenario.leaves + KILLED * number, HOSTS - 1 - number % (HOSTS - 1)
@@ -109,6 +109,8 @@ class Run:
             if time.monotonic() > until:
                 raise RuntimeError(f"no step has begun in {START:g} s")
             time.sleep(0.05)
+        if models[0][0] > 0:
+            raise RuntimeError("host 0 joined the run late, so its beginning is not known")
         return models[0][1]
 
     def _reached(self, begin: float) -> float | None:

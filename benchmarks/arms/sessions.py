@@ -22,7 +22,7 @@ def session(order: Order, watch: Watch, host: int) -> None:
     optimizer = order.optimizer(model.parameters())
     with pl.session(
         model, optimizer, run=order.run, batch_size=order.batch, seed=order.seed,
-        workers=(order.least, order.hosts), placement=pl.BySpeed(), address=order.address,
+        workers=(order.first, order.hosts), placement=pl.BySpeed(), address=order.address,
     ) as run:  # fmt: skip
         loader = DataLoader(data, batch_sampler=run.batches(data), collate_fn=as_it_is)
         watch.begin(run.version, model)
@@ -43,7 +43,7 @@ def local_steps(order: Order, watch: Watch, host: int) -> None:
     share = order.batch // order.hosts
     with pl.local_steps(
         model, optimizer, every=LOCAL, outer=order.outer_optimizer, run=order.run,
-        workers=(order.least, order.hosts), address=order.address,
+        workers=(order.first, order.hosts), address=order.address,
     ) as outer:  # fmt: skip
         watch.begin(0, model)
         for step in count():

@@ -80,7 +80,8 @@ class Order:
     lr: float = 0.05
     outer: tuple[float, float] = (0.7, 0.9)  # learning rate and momentum of the outer step
     hosts: int = 4
-    least: int = 4  # hosts with which the run begins and goes on
+    first: int = 4  # hosts with which the run begins
+    least: int = 4  # hosts with which it goes on
     address: str = ""  # of Ray or of the rendezvous
     run: str = ""
     target: float = 0.0  # the loss to reach

@@ -39,7 +39,7 @@ def test_hosts_are_killed_in_turn_and_never_the_first() -> None:
 
 
 def test_a_host_is_added_once() -> None:
-    assert list(changes(scenarios["added"], 5.0)) == [(5 + BACK, "back", HOSTS - 1)]
+    assert list(changes(scenarios["added"], 5.0)) == [(5 + FIRST, "back", HOSTS - 1)]
     assert not list(changes(scenarios["calm"], 5.0))
 
 
