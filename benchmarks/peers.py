@@ -234,8 +234,8 @@ def main() -> None:
     if given.install:
         install(given.venvs)
     arms, scenarios = wanted(given)
-    about, bounds = machine("torch", "ray", "numpy"), QUICK_BOUNDS if given.quick else BOUNDS
-    bounds = {name: bound for name, bound in bounds.items() if name in scenarios}
+    about, goals = machine("torch", "ray", "numpy"), BOUNDS | (QUICK_BOUNDS if given.quick else {})
+    bounds = {name: goals[name] for name in scenarios}
     if reason := missing() or groups.missing():
         finish("peers", {"not_run": reason}, bounds, False, about, given.quick)
     torch.set_num_threads(1)

@@ -218,7 +218,7 @@ class Torchft(Family):
         port = next(_ports)
         self._meeting = f"http://{self._bed.hosts.ip(0)}:{port}"
         command = [str(Path(self.python()).with_name("torchft_lighthouse"))]
-        command += ["--min_replicas", str(order.least), "--join_timeout_ms", "2000"]
+        command += ["--min_replicas", str(order.least), "--join_timeout_ms", "5000"]
         command += ["--quorum_tick_ms", "100", "--heartbeat_timeout_ms", "5000"]
         with open(self._folder / "lighthouse.log", "a") as log:
             self._lighthouse = self._bed.hosts.popen(

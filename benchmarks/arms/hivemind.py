@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from _driver import say
-from arms.task import Order, Watch
+from arms.task import Order, Watch, meet
 
 WAIT = 120.0  # seconds for the address of the first peer
 
@@ -42,6 +42,7 @@ def train(order: Order, watch: Watch, host: int, dht: Any) -> None:
         },
     )
     random = torch.Generator().manual_seed(1000 * order.seed + host)
+    meet(order, host)
     watch.begin(optimizer.local_epoch, model)
     while not watch.over(epoch := optimizer.local_epoch):
         chosen = torch.randint(len(data), (piece,), generator=random)

@@ -113,6 +113,16 @@ class Order:
         return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
+def meet(order: Order, host: int, seconds: float = 120.0) -> None:
+    """Wait until all hosts with which the run begins have called this."""
+    folder, until = Path(order.folder), time.monotonic() + seconds
+    (folder / f"met-{host}").touch()
+    while len(list(folder.glob("met-*"))) < order.first:
+        if time.monotonic() > until:
+            raise RuntimeError(f"the other hosts were not ready in {seconds:g} s")
+        time.sleep(0.05)
+
+
 class Watch:
     """Keeps models for the script outside, reports steps, and knows the last step."""
 

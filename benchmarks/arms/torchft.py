@@ -16,7 +16,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.local_sgd import DiLoCo
 
 from _driver import say
-from arms.task import LOCAL, Order, Watch
+from arms.task import LOCAL, Order, Watch, meet
 from paceline.data.sampling import Stream
 
 TIMEOUT = timedelta(seconds=60)
@@ -70,7 +70,7 @@ def diloco(order: Order, watch: Watch, host: int, meeting: str) -> None:
 def managed(
     order: Order, host: int, meeting: str, *, use_async_quorum: bool, **parts: Any
 ) -> Manager:
-    """Return a manager of this host's replica."""
+    """Return a manager of this host's replica, once those of all hosts are there."""
     timeout, ip = SHORT if order.least < order.hosts else TIMEOUT, order.ips[host]
     store = TCPStore(ip, 0, is_master=True, wait_for_workers=False)
     managed.store = store  # type: ignore[attr-defined]  # it must outlive this function
@@ -79,7 +79,7 @@ def managed(
         for name, part in parts.items():
             part.load_state_dict(state[name])
 
-    return Manager(
+    manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout),
         min_replica_size=order.least,
         load_state_dict=load,
@@ -97,6 +97,8 @@ def managed(
         use_async_quorum=use_async_quorum,
         init_sync=order.least < order.hosts,
     )
+    meet(order, host)
+    return manager
 
 
 ARMS = {"torchft": per_step, "torchft diloco": diloco}
