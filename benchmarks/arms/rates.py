@@ -28,7 +28,7 @@ EASY = {"cnn": 1.5, "gpt": 3.0}  # for a short look
 # the learning rate is that of `python benchmarks/sessions_hosts.py --tune`.
 RATES: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {
     ("step", "cnn"): (0.1, (1.0, 0.0)),
-    ("local, kept", "cnn"): (0.1, (1.0, 0.0)),
+    ("local, kept", "cnn"): (0.2, (1.0, 0.0)),
     ("local, fresh", "cnn"): (0.1, (0.7, 0.9)),
     ("step", "gpt"): (3e-3, (1.0, 0.0)),
     ("local, kept", "gpt"): (3e-3, (1.0, 0.0)),

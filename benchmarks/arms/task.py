@@ -184,7 +184,7 @@ def kept(folder: Path) -> list[tuple[int, float, Path]]:
     for file in folder.glob("*.model"):
         step, at = file.stem.split("-")
         found.append((int(step), float(at), file))
-    return sorted(found, key=lambda each: each[1])
+    return sorted(found, key=lambda each: (each[1], each[0]))
 
 
 def copied(slices: Iterable[Any], into: list[Any]) -> Iterator[Any]:
