@@ -162,7 +162,7 @@ class Torchrun(Gloo):
 
     def prepare(self, order: Order, hosts: list[int]) -> None:
         self.end()
-        # In the shared store, ranks find addresses of an attempt before if restart counts differ.
+        # Without it, ranks were refused at an address of rank 0 after a restart, and did not meet.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._meeting = f"{self._bed.hosts.ip(0)}:{next(_ports)}"
         for host in hosts:
