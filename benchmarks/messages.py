@@ -48,6 +48,8 @@ def main() -> None:
     arguments.add_argument("--cifar", type=Path, metavar="DIR", help="data_batch_1.bin and so on")
     about = "network: learning rates only; cifar: trials for every method first"
     arguments.add_argument("--tune", action="store_true", help=about)
+    about = "of star or gossip, instead of all: the reference and the control come first"
+    arguments.add_argument("--methods", nargs="+", metavar="NAME", help=about)
     options = arguments.parse_args()
     wanted = [options.only] if options.only else ["star"] if options.quick else list(PARTS)
     hindered = hindrances(options.cifar)
@@ -62,13 +64,13 @@ def main() -> None:
             figures[part] = {"not_run": reason}
             held += [options.only != part]  # a part that was requested and not run does not hold
         elif part == "star":
-            figures[part] = messages_star.measure(options.quick)
+            figures[part] = messages_star.measure(options.quick, options.methods)
             held += [messages_star.holds(figures[part])]
         elif part == "lazy":
             figures[part] = messages_lazy.measure(options.quick)
             held += [messages_lazy.holds(figures[part])]
         elif part == "gossip":
-            figures[part] = messages_gossip.measure(options.quick)
+            figures[part] = messages_gossip.measure(options.quick, options.methods)
             held += [messages_gossip.holds(figures[part])]
         elif part == "cifar":
             figures[part] = messages_cifar.measure(options.cifar, options.quick, options.tune)

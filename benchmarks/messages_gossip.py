@@ -201,9 +201,9 @@ def compare(
     return figures
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool, only: Sequence[str] | None = None) -> dict[str, Any]:
     make, seeds = (digits, [0]) if quick else (fashion, [0, 1, 2])
-    names = QUICK if quick else ARMS
+    names = only or (QUICK if quick else ARMS)
     name = "digits" if quick else "Fashion-MNIST"
     print(f"\ngossip: {name}, {make().steps} steps, {len(seeds)} seeds", flush=True)
     return compare(make, names, seeds, tuned=not quick)

@@ -1,20 +1,22 @@
 """Lazy messages (only the changes of results are sent): where they pay, and where not.
 
 Least squares on 8 simulated workers, each with an eighth of the rows, on scales from 1 to 17. It
-runs with full gradients, and with batches of 8 rows per worker. All methods have the same learning
-rate.
+runs with full gradients, and with batches of 8 rows per worker. Every method gets the same number
+of trials of its learning rate (_tuning.py). A quick run has no trials: all have the same rate.
 
     python benchmarks/messages.py --only lazy [--quick]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import paceline as pl
 from _report import table
+from _tuning import SEED, Trial, tune
 from paceline.codecs.base import Codec
 from paceline.core.protocol import Finished
 
@@ -52,17 +54,32 @@ def run(codec: Codec, batch: int, rate: float, steps: int, seed: int) -> tuple[f
     return float(away @ away) / 2 / len(rows), sum(each > 60 for each in sent) / len(sent)
 
 
+CASES = {"whole": (WORKERS * ROWS, 1.0, 80), "sampled": (WORKERS * 8, 0.2, 400)}
+
+
 def measure(quick: bool) -> dict[str, Any]:
     seeds = [0] if quick else [0, 1, 2]
-    figures: dict[str, Any] = {}
-    rows = []
-    for name, codec in METHODS.items():
-        whole = [run(codec, WORKERS * ROWS, 1.0, 80, seed) for seed in seeds]
-        sampled = [run(codec, WORKERS * 8, 0.2, 400, seed) for seed in seeds]
-        figures[name] = {"whole": whole, "sampled": sampled}
-        rows.append([name, *(cell for runs in (whole, sampled) for cell in told(runs))])
+    figures: dict[str, Any] = {name: {} for name in METHODS}
+    rows: dict[str, list[str]] = {name: [name] for name in METHODS}
+    for case, (batch, rate, steps) in CASES.items():
+
+        def scores(
+            trials: Sequence[Trial], batch: int = batch, rate: float = rate, steps: int = steps
+        ) -> list[float]:
+            return [-run(METHODS[t.arm], batch, rate * t.rate, steps, SEED)[0] for t in trials]
+
+        with np.errstate(all="ignore"):  # rates that diverge
+            tuned = {} if quick else tune(METHODS, scores)
+        for name, codec in METHODS.items():
+            factor = tuned[name].best.rate if tuned else 1.0
+            found = [run(codec, batch, rate * factor, steps, seed) for seed in seeds]
+            figures[name][case] = found
+            chosen = {"rate": round(factor, 4), "trials": tuned[name].trials if tuned else 0}
+            figures[name][f"{case}, tuned"] = chosen
+            rows[name] += [f"{factor:.2g}", *told(found)]
     print("\nlazy: least squares on 8 unlike workers, loss above the least", flush=True)
-    table(["results sent", "whole gradients", "sent", "batches of 8", "sent"], rows)
+    header = ["rate", "whole gradients", "sent", "rate", "batches of 8", "sent"]
+    table(["results sent", *header], list(rows.values()))
     return figures
 
 

@@ -31,7 +31,7 @@ from paceline.data import partition as cut
 
 BOUNDS = {
     "60k_over_loop": 40.0,
-    "1m_over_loop": 400.0,
+    "1m_over_loop": 500.0,
     "growth": 1.35,
     "stream_over_stratified": 1 / 1.5,
 }

@@ -4,12 +4,13 @@ A small CNN on Fashion-MNIST. The straggler is a real process, stopped and conti
 a tenth of its normal time. With fewer cores than workers, that is a tenth of its equal share of the
 cores. Otherwise it would be as fast as the other workers. Beside the policies, DDP trains on eight
 processes with the same straggler, and on the seven others without it. All take turns, seed by seed.
-`--tune` tuned the learning rates on the simulator.
+`--tune` tunes the learning rates on the simulator, with as many trials for each (_tuning.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import statistics
@@ -30,6 +31,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from _fashion import images, pixel_loss
 from _report import finish, machine, parser, plotting, table
+from _tuning import SEED, Trial, tune
 from paceline.core.policy import Policy
 from paceline.core.protocol import Finished, Start
 from paceline.data.sampling import Stream
@@ -231,19 +233,24 @@ def slowdown(result: pl.Run) -> float:
     return statistics.median(rates[True]) / statistics.median(rates[False])
 
 
-def tune(data: TensorDataset, target: float) -> None:
-    """Print virtual seconds to the target for a grid of learning rates, on the simulator."""
-    rows = []
-    for name, method in METHODS.items():
-        for lr in (0.02, 0.05, 0.1, 0.2):
-            engine = pl.Simulator(
-                WORKERS, [*[DELAY] * 7, pl.delays.Scaled(DELAY, SLOWDOWN)], unit=64
-            )
-            most = 120 * 512 // method.batch_size  # steps
-            _, outcome = run(method, data, engine, target, 0, {"steps": most}, lr)
-            seconds = f"{outcome.seconds:.1f}" if outcome.done else "never"
-            rows.append([name, f"{lr}", seconds, str(outcome.steps)])
-    table(["policy", "lr", "virtual s", "steps"], rows)
+def show_tuned(data: TensorDataset, target: float) -> None:
+    """Print the learning rate with the least virtual seconds to the target, on the simulator."""
+
+    def seconds(trial: Trial) -> float:
+        method = METHODS[trial.arm]
+        engine = pl.Simulator(WORKERS, [*[DELAY] * 7, pl.delays.Scaled(DELAY, SLOWDOWN)], unit=64)
+        most = 120 * 512 // method.batch_size  # steps
+        _, outcome = run(
+            method, data, engine, target, SEED, {"steps": most}, method.lr * trial.rate
+        )
+        return outcome.seconds if outcome.done else math.inf
+
+    found = tune(METHODS, lambda trials: [-seconds(each) for each in trials])
+    rows = [
+        [name, f"{METHODS[name].lr * each.best.rate:.3g}", f"{-each.score:.1f}", str(each.trials)]
+        for name, each in found.items()
+    ]
+    table(["policy", "lr", "virtual s", "trials"], rows)
 
 
 def draw(path: str, outcomes: dict[str, list[Outcome]], target: float) -> None:
@@ -277,7 +284,7 @@ def main() -> None:
     train = images()
     target, seeds = (1.5, [0]) if options.quick else (0.8, [0, 1, 2])
     if options.tune:
-        tune(train, target)
+        show_tuned(train, target)
         return
     about = machine("torch", "ray", "paceline")
     share = min(1.0, about["cores"] / WORKERS) / SLOWDOWN
