@@ -30,7 +30,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "k_async(n / 10)": lambda n: pl.k_async(n // 10),
 }
 SIZES = (10, 1_000, 100_000)
-EVENT = 0.003  # at most, with 1,000 workers, over the calibration loop
+EVENT = 0.01  # at most, with 1,000 workers, over the calibration loop
 GROWTH = 3.0  # at most, of the cost per event from 1,000 to 100,000 workers
 
 
