@@ -34,12 +34,12 @@ from paceline.codecs.base import Codec
 from paceline.core.policy import Policy
 from paceline.learners.optimize import MakeOptimizer
 
-WORKERS, STEPS = 8, 200
+WORKERS, STEPS = 8, 400
 QUICK = ("dense", "no communication", "sign, feedback", "top 1 % + int8, feedback")
 BOUNDS = {"points": 0.5, "bytes_saved_sorted": 0.6, "bytes_saved": 0.97}
 ARMS = (
-    *("dense", "no communication", "sign, feedback", "top 10 %, feedback", "top 1 %, feedback"),
-    *("top 1 % + int8, no momentum", "DGC, top 1 %"),
+    *("dense", "no communication", "int8", "sign, feedback", "top 10 %, feedback"),
+    *("top 1 %, feedback", "top 1 % + int8, no momentum", "DGC, top 1 %"),
     *("local SGD, 10 steps", "DiLoCo, 10 local steps"),
 )
 KINDS = ("mixed", "sorted")

@@ -644,8 +644,8 @@ def main() -> None:
     arguments.add_argument("--only", choices=PARTS)
     arguments.add_argument("--problem", choices=tuple(PROBLEMS), help="costs of one only")
     arguments.add_argument("--fleet", choices=tuple(FLEETS), help="costs on one fleet only")
-    about = "costs of a fifth of the steps, instead of those until the error is reached"
-    arguments.add_argument("--short", action="store_true", help=about)
+    fifth = "costs of a fifth of the steps, instead of those until the error is reached"
+    arguments.add_argument("--short", action="store_true", help=fifth)
     arguments.add_argument("--figures", metavar="FOLDER", help="draw into this folder")
     options = arguments.parse_args()
     quick, load = options.quick, OtherLoad()
