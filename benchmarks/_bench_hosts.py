@@ -31,11 +31,12 @@ class Testbed:
         self._groups[host].add(*pids)
 
     def marked(self, host: int, mark: str) -> list[int]:
-        """Return the processes on a host whose command line contains a text."""
+        """Return the processes on a host whose command line contains one of several texts."""
         found = []
         for pid in self.hosts.pids(host):
             with suppress(OSError):
-                if mark in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                if any(each in command for each in mark.split("|")):
                     found.append(pid)
         return found
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import cache, partial
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from _tuning import SEED, Trial, tune
 SPEEDS, LOCAL, BATCH = (1, 1, 2, 4), 10, 64
 TARGET, LONGEST, EVERY = 0.55, 20.0, 8  # test loss; simulated seconds; results between two tests
 SECONDS = 0.02  # for a local step of the mean share of the batch, at speed 1
-KNOBS = (0.35, 1.0)  # learning rates of the server beside the usual one
+KNOBS = (0.2, 0.35, 1.0)  # learning rates of the server beside the usual one
 BOUNDS = {"to_rounds_by_speed": 0.8}
 ARMS = (
     "rounds",
@@ -99,6 +99,11 @@ def train(name: str, rate: float, knob: float | None, seed: int, jitter: float) 
     return run.seconds if until.done else inf
 
 
+def _plain(value: float) -> float | None:
+    """Return a number for JSON; None if the target was not reached."""
+    return round(value, 3) if isfinite(value) else None
+
+
 def main() -> None:
     torch.set_num_threads(1)
     options = parser(__doc__, 120)
@@ -108,7 +113,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for jitter in given.jitter:
         figures[str(jitter)] = compare(jitter, 1 if given.quick else given.seeds, given.quick)
-    ratios = [each["asynchronous"]["to_rounds_by_speed"] for each in figures.values()]
+    ratios = [each["asynchronous"]["to_rounds_by_speed"] or inf for each in figures.values()]
     ok = given.quick or max(ratios) <= BOUNDS["to_rounds_by_speed"]
     finish("asynchronous local steps", figures, BOUNDS, ok, machine("torch", "paceline"), given)
 
@@ -131,9 +136,9 @@ def compare(jitter: float, seeds: int, quick: bool) -> dict[str, Any]:
     for name, seconds in found.items():
         ratios = [a / b for a, b in zip(seconds, found["rounds, BySpeed"], strict=True)]
         figures[name] = {
-            "seconds": [round(each, 2) for each in seconds],
-            "to_rounds_by_speed": round(statistics.median(ratios), 3),
-            "range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "seconds": [_plain(each) for each in seconds],
+            "to_rounds_by_speed": _plain(statistics.median(ratios)),
+            "range": [_plain(min(ratios)), _plain(max(ratios))],
             "tuned": tuned[name].report(),
         }
         rows.append(

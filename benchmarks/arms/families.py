@@ -25,7 +25,7 @@ class Family:
     """Processes on hosts that speak lines of JSON: one on host 0, or one on each host.
 
     module: the script that they run.
-    mark: part of the command line of the processes that train.
+    mark: parts of the command lines of the processes that train, separated by a bar.
     lasting: whether they wait for further orders after a run.
     """
 
@@ -186,7 +186,7 @@ class Torchrun(Gloo):
 
 
 class Paceline(Family):
-    module, mark, on_each, needs_ray = "arms.ours", "ray::Worker", False, True
+    module, mark, on_each, needs_ray = "arms.ours", "ray::Worker|ray::Server", False, True
 
     def _arguments(self, host: int, order: Order) -> list[str]:
         return [self.module, self._ray, self._bed.hosts.ip(0), str(order.hosts)]
