@@ -49,10 +49,10 @@ def _windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[places], tokens[places + 1]
 
 
-def make_model(seed: int) -> GPT:
-    """Return a GPT of about 0.8 million parameters, 3.3 MB."""
+def make_model(seed: int, width: int = 128, layers: int = 4) -> GPT:
+    """Return a GPT, by default of about 0.8 million parameters, 3.3 MB."""
     torch.manual_seed(seed)
-    model = GPT(CHARACTERS, width=128, layers=4)
+    model = GPT(CHARACTERS, width=width, layers=layers)
     for embedding in (model.token, model.place):
         nn.init.normal_(embedding.weight, std=0.02)
     return model

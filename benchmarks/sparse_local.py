@@ -30,13 +30,14 @@ import torch
 from torch import nn
 
 import paceline as pl
-from _gpt import CHARACTERS, Text, test_loss, text_file
+from _gpt import Text, make_model, test_loss, text_file
 from _report import finish, machine, parser, table
 from _tuning import SEED, Trial, tune
-from gpt import GPT, loss
 from gpt import Text as Windows
+from gpt import loss
 
 WORKERS, BATCH, LOCAL, ROUNDS = 4, 16, 20, 30
+SIZE = 64, 2  # width and layers: 0.11 million parameters
 RATE = 20e6 / 8  # bytes a second of each link
 BOUNDS = {"loss_to_dense": 1.01, "bytes_to_dense": 1 / 50}
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -85,15 +86,6 @@ class Both(torch.optim.Optimizer):
             part.step()
 
 
-def make_model(seed: int) -> GPT:
-    """Return a GPT of 0.11 million parameters."""
-    torch.manual_seed(seed)
-    model = GPT(CHARACTERS, width=64, layers=2)
-    for embedding in (model.token, model.place):
-        nn.init.normal_(embedding.weight, std=0.02)
-    return model
-
-
 @cache
 def text() -> Text:
     file = text_file()
@@ -104,7 +96,7 @@ def text() -> Text:
 @cache
 def seconds_of_a_sample() -> float:
     """Return the computing time of a sample on this machine, for the simulated workers."""
-    model, batch = make_model(0), text().batch(0, 0, 0, BATCH // WORKERS)
+    model, batch = make_model(0, *SIZE), text().batch(0, 0, 0, BATCH // WORKERS)
     times = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -118,7 +110,7 @@ def train(name: str, rate: float, seed: int, rounds: int) -> dict[str, float]:
     arm = ARMS[name]
     inner = partial(Both if arm.muon else torch.optim.AdamW, lr=arm.rate * rate)
     learner = pl.TorchLearner(
-        make_model(seed), loss, inner, Windows(text()._train), BATCH, outer=arm.outer
+        make_model(seed, *SIZE), loss, inner, Windows(text()._train), BATCH, outer=arm.outer
     )
     link = pl.delays.Link(0.02, RATE, RATE)
     engine = pl.Simulator(WORKERS, pl.delays.Fixed(seconds_of_a_sample()), link, unit=1.0)

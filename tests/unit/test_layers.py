@@ -78,7 +78,7 @@ ONLY_IN = {
                 "prepare",
                 "early",
             ),
-            *("optimize", "transforms", "optimizer_recipe"),
+            *("optimize", "transforms", "optimizer_recipe", "outer"),
         )
     }
     | {f"ddp/{name}.py" for name in ("sampler", "exchange", "hooks")}
