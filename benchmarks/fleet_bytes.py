@@ -108,7 +108,8 @@ def main() -> None:
                 print(f"sums={sums}: {max(sent) / 1e6:.1f} MB, {took:.2f} s a step", flush=True)
     size = 8 * values
     formula = {False: (each + 1) * (count - 1) / count, True: 2 * (count - 1) / count}
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, dict[str, Any]] = {}
     for sums, name in ((False, "one by one"), (True, "sums on nodes")):
         models = [sent / size for one in found[sums] for sent in one]
         ratio = statistics.median(models) / formula[sums]

@@ -237,7 +237,7 @@ def main() -> None:
     about, goals = machine("torch", "ray", "numpy"), BOUNDS | (QUICK_BOUNDS if given.quick else {})
     bounds = {name: goals[name] for name in scenarios}
     if reason := missing() or groups.missing():
-        finish("peers", {"not_run": reason}, bounds, False, about, given.quick)
+        finish("peers", {"not_run": reason}, bounds, False, about, given)
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the hosts too
     done = []
@@ -251,7 +251,7 @@ def main() -> None:
     ratios = report(found)
     about["others"] = load.cores()
     ok = all(name in ratios and ratios[name] <= bound for name, bound in bounds.items())
-    finish("peers", {"ratios": ratios, "runs": found}, bounds, ok, about, given.quick)
+    finish("peers", {"ratios": ratios, "runs": found}, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

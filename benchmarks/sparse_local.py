@@ -81,7 +81,7 @@ class Both(torch.optim.Optimizer):
             part.state = self.state  # each has entries for its own parameters
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self._parts:
             part.step()
 
@@ -100,7 +100,7 @@ def seconds_of_a_sample() -> float:
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss(model, batch).backward()
         times.append(time.perf_counter() - begin)
     return statistics.median(times) / (BATCH // WORKERS)
 
