@@ -32,6 +32,7 @@ import tempfile
 import venv
 from argparse import Namespace
 from contextlib import ExitStack, suppress
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,9 +204,9 @@ def report(found: list[dict[str, Any]]) -> dict[str, float]:
         for arm in dict.fromkeys(each["arm"] for each in found):
             runs = [each for each in found if (each["scenario"], each["arm"]) == (name, arm)]
             good = [each for each in runs if "seconds" in each]
+            seconds = median(each.get("seconds", inf) for each in runs)
             row = [f"{name}, {arm}", f"{len(good)} of {len(runs)}"]
-            if len(good) * 2 > len(runs):  # the median is a time, not "never"
-                seconds = median(each["seconds"] for each in good)
+            if seconds < inf:  # or most runs did not reach the loss
                 best[arm in OURS] = min(best.get(arm in OURS, seconds), seconds)
                 row += [f"{seconds:.1f}"]
                 for key in ("steps", "MB", "longest", "lines"):
@@ -243,7 +244,9 @@ def main() -> None:
     done = []
     if given.go_on and given.log:
         with suppress(FileNotFoundError), open(given.log) as log:
+            target = (EASY if given.quick else TARGET)[given.model]
             done = [json.loads(line) for line in log]
+            done = [run for run in done if (run["model"], run["target"]) == (given.model, target)]
     load = OtherLoad()
     with ExitStack() as stack:
         bench = Bench(stack, arms, given.venvs, given.model, given.quick)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +93,13 @@ class Followed(pl.TorchLearner):
 
         def followed(model: Iterable[Any], task: Task, proceed: Proceed) -> Outcome:
             nonlocal due
-            step, at = task.version * self.unit, time.monotonic()
-            slices: list[Any] = []
+            step, slices = task.version * self.unit, list[Any]()
             if step < due or not self.folder:
                 return compute(model, task, proceed)
-            found = compute(copied(model, slices), task, proceed)
-            keep(Path(self.folder), step, torch.cat([torch.from_numpy(s) for s in slices]), at)
+            arrived: list[float] = []
+            found = compute(copied(model, slices, arrived), task, proceed)
+            model_now = torch.cat([torch.from_numpy(each) for each in slices])
+            keep(Path(self.folder), step, model_now, arrived[0])
             due = step - step % LOCAL + LOCAL
             return found
 

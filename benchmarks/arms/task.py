@@ -187,8 +187,9 @@ def kept(folder: Path) -> list[tuple[int, float, Path]]:
     return sorted(found, key=lambda each: (each[1], each[0]))
 
 
-def copied(slices: Iterable[Any], into: list[Any]) -> Iterator[Any]:
-    """Pass slices on, and keep a copy of each."""
+def copied(slices: Iterable[Any], into: list[Any], arrived: list[float]) -> Iterator[Any]:
+    """Pass slices on, keep a copy of each, and note when the last one has arrived."""
     for each in slices:
         into.append(np.array(each, np.float32))
+        arrived[:] = [time.monotonic()]
         yield each

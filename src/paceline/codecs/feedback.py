@@ -31,7 +31,7 @@ class Feedback:
         step then arrives with a later message; without refunds it is lost, as without a codec.
     decay: the factor of e in the next message, p = g + decay e / rate. Below 1 old remainders fade
         out. For local steps, 0.95 takes the place of the outer momentum in SparseLoCo (Sarfi et al.
-        2025, arXiv 2508.15706).
+        2025, arXiv 2508.15706). Messages that go back into the memory fade as well.
     """
 
     codec: Codec

@@ -169,7 +169,9 @@ class LazySender:
         if not self._momentum or not finite(vector):
             return vector
         average = (
-            vector if self._average is None else self._average.lerp(vector, 1 - self._momentum)
+            vector.clone()
+            if self._average is None
+            else self._average.lerp(vector, 1 - self._momentum)
         )
         self._average = average
         return average

@@ -128,8 +128,9 @@ class TwoBit:
     def decode(self, message: Message, size: int) -> Tensor:
         bits, above, scales = parts_of(message, 3, self)
         halves = scales.view(2, -1) if scales.numel() % 2 == 0 else scales.view(1, -1)
-        given = bits.numel() + above.numel()
-        _check_lengths(self, given, halves[0], size, 2 * -(-size // 8), self.block)
+        for given in (bits, above):
+            _check_lengths(self, given.numel(), halves[-1], size, -(-size // 8), self.block)
+        _check_lengths(self, halves.shape[0], halves[0], size, 2, self.block)
         signs = unpacked_bits(bits, size).to(scales.dtype).mul_(2).sub_(1)
         low = _times_scales(signs.clone(), halves[0], self.block)
         high = _times_scales(signs, halves[1], self.block)

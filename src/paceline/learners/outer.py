@@ -25,12 +25,14 @@ class DelayedNesterov(Optimizer):
     def __init__(
         self, params: ParamsT, lr: float = 0.7, momentum: float = 0.9, every: int = 4
     ) -> None:
-        if lr < 0 or not 0 <= momentum < 1 or every < 1:
-            raise ValueError(
-                f"lr={lr}, momentum={momentum}, every={every}: use lr >= 0, a momentum from 0 to "
-                "below 1, and every >= 1"
-            )
         super().__init__(params, {"lr": lr, "momentum": momentum, "every": every})
+        for group in self.param_groups:
+            lr, momentum, every = group["lr"], group["momentum"], group["every"]
+            if lr < 0 or not 0 <= momentum < 1 or every < 1:
+                raise ValueError(
+                    f"lr={lr}, momentum={momentum}, every={every}: use lr >= 0, a momentum from 0 "
+                    "to below 1, and every >= 1"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

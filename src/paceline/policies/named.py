@@ -105,8 +105,9 @@ def async_local_sgd(steps: int, max_staleness: float = inf) -> Gather:
 
     No worker ever waits. Each local step of a worker uses `batch_size` samples, where `local_sgd`
     divides them among all workers. With `placement=BySpeed()`, tasks of all workers take about the
-    same time. Use `outer=partial(pl.learners.DelayedNesterov, every=workers)`: the momentum of
-    `SGD` counts stale changes several times (Liu et al. 2024, arXiv 2401.09135).
+    same time; each change counts the same, however many samples it has.
+    Use `outer=partial(pl.learners.DelayedNesterov, every=workers)`: the momentum of `SGD` counts
+    stale changes several times (Liu et al. 2024, arXiv 2401.09135).
     """
     return Gather(1, max_staleness, refill=True, preempt=False, work=Work(steps=steps))
 

@@ -97,12 +97,13 @@ def test_momentum_is_averaged_by_the_worker_and_saved() -> None:
             state, sender = sender.state_dict(), recipe.whole_sender([20])
             sender.load_state_dict(state)
         gradient = torch.randn(20, generator=random)
-        average = gradient if t == 0 else 0.9 * average + 0.1 * gradient
+        average = gradient.clone() if t == 0 else 0.9 * average + 0.1 * gradient
         change = average - known
         places = change.abs().topk(4).indices
         known[places] += change[places]
         sender.send(gradient, t)
         torch.testing.assert_close(sender.state_dict()["known"], known)
+        gradient.zero_()  # a worker's buffer is used again
 
 
 def test_momentum_removes_the_noise_that_the_differences_add() -> None:

@@ -210,7 +210,7 @@ class RayJob:
         self.ship_all()
 
     def ship_all(self) -> None:
-        for member in self._pool.members.values():
+        for member in sorted(self._pool.members.values(), key=lambda member: member.draining):
             self._ship(member)
 
     def _ship(self, member: Member) -> None:

@@ -165,6 +165,8 @@ class Step:
                 if after is None:
                     return ()
                 found[index] = after
+        if next(rest, None) is not None:  # a result came in several pieces
+            return ()
         return [found[index] for index in range(len(found))]
 
 

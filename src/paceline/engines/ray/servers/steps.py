@@ -127,7 +127,8 @@ class Steps:
         for node in step.nodes:
             alike = all(step.results[index].spans == self.spans for index in node.members)
             others = [slot.index for slot in self.slots if self.node(slot) != node.node]
-            if len(node.members) > 1 and alike and others and node.node in servers:
+            worth = len(node.members) > 1 and not self._settings.direct  # or slices are pushed
+            if worth and alike and others and node.node in servers:
                 node.sums = {index: Object() for index in others}
                 self._do(SumUp(servers[node.node], step.version, step, node))
 

@@ -52,6 +52,7 @@ class Script:
         respawns: int = 9,
         rounded: bool = False,
         sum_on_nodes: bool = False,
+        direct: bool = False,
     ) -> None:
         self.now, self.probing, self.respawns = 0.0, False, respawns
         self.nodes, self.worker_of, self.up = dict(servers), dict(workers), set[str]()
@@ -66,6 +67,7 @@ class Script:
             *(layout, 8, totals, frozenset(), 20.0),
             rounded=rounded,
             sum_on_nodes=sum_on_nodes,
+            direct=direct,
         )
         self.machine = Machine(settings, self, self.placement, copies, self._do)
 

@@ -47,6 +47,13 @@ def test_servers_fetch_a_sum_from_each_other_node_that_has_a_server() -> None:
     assert list(pieces.sums) == [0] and pieces.refs[1:] == ["101:2", "103:2", "104:2"]
 
 
+def test_nothing_is_added_up_for_slices_that_were_pushed() -> None:
+    run = Script({"s0": "A", "s1": "B"}, WORKERS, sum_on_nodes=True, direct=True)
+    run.all_started()
+    assert run.step(*WORKERS)[0] == (TakeStep, "s0", 1)
+    assert run.last(TakeStep, "s1").pieces.groups == [[0, 1], [2, 3], [4]]
+
+
 def test_one_worker_a_node_has_no_sums() -> None:
     run = script()
     assert run.step("w0", "w1")[0] == (TakeStep, "s0", 1)
@@ -58,6 +65,7 @@ def test_nodes_count_once_as_a_link_is_judged() -> None:
     step = run.machine.steps.history.log[-1]
     assert step.arrivals(1, [3.0, 0.1, 0.2, 0.5]) == [3.0, 0.1, 3.0, 0.2, 0.5]
     assert step.arrivals(1, [3.0]) == ()  # of another call
+    assert step.arrivals(1, [3.0, 0.1, 0.2, 0.5, 0.6]) == ()  # results came in several pieces
 
 
 @pytest.mark.parametrize("how", ["lost", "late", "bad"])
