@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.codecs.base import Codec, Message, Sender, pack, unpack
+from paceline.codecs.base import Codec, Message, Sender, pack, unpack, view
 from paceline.codecs.triggers import Trigger
 from paceline.core.protocol import Figure
 from paceline.core.schema import load_state, save_state
@@ -203,7 +203,7 @@ class CodecHook(_Hook):
             self._channels[name] = _Channel(codec, codec.sender(size), size, group)
 
     def _reduce(self, buffer: Tensor, names: list[str], pieces: Sequence[Tensor]) -> Future[Tensor]:
-        packed = torch.from_numpy(pack(self._written(names, pieces))).to(buffer.device)
+        packed = view(pack(self._written(names, pieces))).to(buffer.device)
         # gloo gathers tensors of equal length only, so all are padded to the longest.
         length = torch.tensor([packed.numel()], device=buffer.device)
         lengths = [torch.empty_like(length) for _ in range(self._ranks)]
