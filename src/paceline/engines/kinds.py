@@ -52,8 +52,8 @@ class Kind:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"Kind({self.name!r}): a name consists of letters, digits, - and _, and its first "
-                'character is a letter, for example "a100"'
+                f"Kind({self.name!r}): use letters, digits, - and _ in a name, and begin it with a "
+                'letter; try "a100"'
             )
         self._check_count()
         if self.max_samples is not None:

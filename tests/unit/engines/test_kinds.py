@@ -33,8 +33,8 @@ def test_the_least_number_counts_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"name": ""}, "a name consists of letters"),
-        ({"name": "a/b"}, "a name consists of letters"),
+        ({"name": ""}, "use letters, digits, - and _"),
+        ({"name": "a/b"}, "use letters, digits, - and _"),
         ({"count": 0}, "count=0: use at least 1"),
         ({"count": 2.5}, "count=2.5: use a whole number"),
         ({"count": (3, 2)}, "0 <= least <= most"),

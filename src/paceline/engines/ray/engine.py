@@ -267,6 +267,12 @@ class Ray:
         """Start the processes that keep the model, and wait until they are ready."""
         nodes = pool.nodes() or [self._cluster.node()]  # an interrupt may come before all workers
         count = server_count(self.servers, job, len(nodes), self.sum_on_nodes)
+        if self.sum_on_nodes and count < 2:
+            logger.warning(
+                "sum_on_nodes=True has no effect: results are added up on nodes for servers on "
+                "other nodes, and there are %d servers; use servers='spread' and several nodes",
+                count,
+            )
         if not count:
             results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)
             return DriverReducer(results, under_way.stepped, encoded=job.codec is not None)

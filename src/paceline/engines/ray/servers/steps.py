@@ -196,7 +196,7 @@ class Steps:
             step.model.taken = True
             self._links.watch(step, self.slots, self.node)
             for node in step.nodes or ():
-                node.sums.clear()  # whoever takes this step again uses the results
+                node.sums.clear()  # a server that repeats this step uses the results
             totals = step.totals or self._totals(step)
             self._do(Report(step.stats | statistics(totals, self._settings.wants)))
 

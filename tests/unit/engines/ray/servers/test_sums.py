@@ -11,6 +11,8 @@ import paceline as pl
 from paceline.engines.ray.servers.events import Redo, Ship, SumUp, TakeStep
 from paceline.engines.ray.servers.server import Server, Unusable
 from paceline.engines.ray.servers.sums import weighted_sum
+from tests.storms.simulated import SimulatedRay
+from tests.storms.weather import Weather, World
 from tests.unit.engines.ray.servers.script import Script
 from tests.unit.engines.ray.servers.test_server import Ref
 
@@ -141,6 +143,14 @@ def test_a_sum_keeps_the_type_of_results(dtype: Any) -> None:
     vectors = [np.linspace(0, 1, 2**17 + 3, dtype=dtype) for _ in range(3)]
     found = weighted_sum([0.5, 0.25, 0.25], vectors)
     assert found.dtype == dtype and np.array_equal(found, vectors[0])
+
+
+def test_sums_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    learner = pl.learners.Quadratic((1.0, 0.5), batch_size=4)
+    world = World(0, Weather(), 2, 20.0)
+    engine = SimulatedRay(2, world, servers=1, sum_on_nodes=True)
+    pl.Trainer(learner, pl.sync(), engine, progress=False).fit(steps=1)
+    assert "there are 1 servers; use servers='spread'" in caplog.text
 
 
 def test_what_cannot_be_added_up_is_refused() -> None:
