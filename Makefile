@@ -63,8 +63,10 @@ bench:  ## the benchmarks at full size; --quick for a short look
 	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/fleet.py
 	$(PYTHON) benchmarks/fleet_bytes.py
+	$(PYTHON) benchmarks/exchange.py
 	$(PYTHON) benchmarks/sparse_local.py
 	$(PYTHON) benchmarks/async_local.py
+	$(PYTHON) benchmarks/ringleader.py
 
 peers:  ## DDP, torchft, Ray Train, Hivemind, DiLoCo and Paceline on four hosts: hours; as root
 	$(PYTHON) benchmarks/peers.py --install --log peers.jsonl --continue

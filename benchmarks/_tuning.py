@@ -3,7 +3,8 @@
 Each arm gets the same number of trials, on another seed than the measured ones:
 
 1. Its learning rate times each of `FACTORS`. If the best factor of any arm is the first or the
-   last, all arms try one more factor at that end.
+   last, all arms try one more factor at that end. A best learning rate that is then still at an
+   end is reported as `at_edge`.
 2. An arm with a knob of its own tries the other values at its best learning rate. The other arms
    try as many learning rates around their best one instead.
 
@@ -40,11 +41,13 @@ class Tuned:
     score: float
     trials: int
     usual: float  # the score at the usual settings; nan if not tried
+    at_edge: bool = False  # whether its learning rate is the smallest or the largest that was tried
 
     def report(self) -> dict[str, Any]:
         """Return the choice for a table or for JSON."""
         found = {"rate": round(self.best.rate, 4), "trials": self.trials}
         found |= {} if self.best.knob is None else {"knob": self.best.knob}
+        found |= {"at_edge": True} if self.at_edge else {}
         return found | ({"untuned": round(self.usual, 2)} if math.isfinite(self.usual) else {})
 
 
@@ -86,10 +89,14 @@ def tune(
     attempt([Trial(name, factor) for name in names for factor in more])
     attempt([trial for name in names for trial in _last(best(name), knobs.get(name, ()), extra)])
     count = len(factors) + len(more) + extra
-    return {
-        name: Tuned(best(name), tried[best(name)], count, tried.get(Trial(name), math.nan))
-        for name in names
-    }
+
+    def tuned(name: str) -> Tuned:
+        rates = {trial.rate for trial in tried if trial.arm == name}
+        chosen, usual = best(name), tried.get(Trial(name), math.nan)
+        at_edge = len(rates) > 1 and chosen.rate in (min(rates), max(rates))
+        return Tuned(chosen, tried[chosen], count, usual, at_edge)
+
+    return {name: tuned(name) for name in names}
 
 
 def _last(best: Trial, knob: Sequence[float], count: int) -> list[Trial]:

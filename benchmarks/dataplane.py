@@ -13,6 +13,8 @@ servers and all-reduce are each compared with their time before. Computing takes
 the network dominates the time. Needs root, `ip`, and a C compiler.
 
 `--large`: a model of 200M parameters on 4 workers and 4 servers of one host, and its memory.
+`--width 7071 --workers 2 --half` is 400M in bfloat16 both ways. `--checkpoints` compares the steps
+during which servers write a checkpoint with the others.
 
     python benchmarks/dataplane.py [--quick] [--large] [--bf16 20 100]
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -286,6 +289,7 @@ def report(found: dict[str, Any], per_step: float, bounds: dict[str, float]) -> 
 
 LAYERS, WIDTH = 8, 5000  # 8 x 5000 x 5000: 200M parameters; --width 2236 for 40M
 LARGE_MB = 18_000  # at most, at 200M parameters
+CHECKPOINT_BOUND = 1.05  # of the time of steps without checkpoints
 LARGE_RATE = 300.0  # large: outputs and gradients of eight such layers are tiny at first
 
 
@@ -327,26 +331,30 @@ class Peak(threading.Thread):
             self.megabytes = max(self.megabytes, memory_of_tree())
 
 
-def large(width: int) -> dict[str, Any]:
-    """Train 200M parameters for 3 steps on 4 workers and 4 servers; measure the peak memory."""
+def large(width: int, workers: int, half: bool) -> dict[str, Any]:
+    """Train a large model for 3 steps with as many servers as workers; measure the peak memory."""
     size = LAYERS * width * width * 4 / 1e6
-    recipe = pl.TorchLearner(
-        partial(deep_model, width),
-        deep_loss,
-        partial(torch.optim.SGD, lr=LARGE_RATE),
-        partial(wide_examples, width),
-        batch_size=8,
-    )
+    codec = BF16 if half else None
     peak = Peak()
     peak.start()
     begin = time.monotonic()
-    with pl.Ray(workers=4, servers=4, timeout=300) as engine:
-        run = pl.Trainer(recipe, pl.sync(), engine, progress=False).fit(steps=3)
+    with pl.Ray(workers=workers, servers=workers, timeout=300) as engine:
+        run = pl.Trainer(
+            large_learner(width),
+            pl.sync(),
+            engine,
+            progress=False,
+            codec=codec,
+            model_codec=codec,
+        ).fit(steps=3)
     peak.done.set()
     # In units of the model. The driver holds its own server, and at the end the user's model.
-    # Workers and servers hold values and gradients. The object store holds four results and two
-    # versions of the model.
-    units = 2 + 4 * 2 + 2 + (4 + 2)
+    # Workers and servers hold values and gradients. The object store holds a result of each worker
+    # and two versions of the model; in bfloat16 these take half, and two versions of the exact
+    # values are there as well.
+    store = (workers + 2) / 2 + 2 if half else workers + 2
+    units = 2 + workers * 2 + 2 + store
+    processes = 2 * workers + 1
     figures: dict[str, Any] = {
         "model_MB": round(size),
         "steps": run.steps,
@@ -354,17 +362,70 @@ def large(width: int) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begin),
         "loss": [float(f"{value:.8g}") for value in run.metrics["loss"]],
         "peak_MB": round(peak.megabytes),
-        "need_MB": round(units * size + 9 * 270 + 250),
-        "need": f"{units} models, 270 MB for each of 9 processes with torch, 250 MB for Ray",
+        "need_MB": round(units * size + processes * 270 + 250),
+        "need": f"{units:g} models, 270 MB for each of {processes} processes with torch, "
+        "250 MB for Ray",
     }
     figures["peak_to_need"] = round(figures["peak_MB"] / figures["need_MB"], 3)
     return figures
+
+
+def large_learner(width: int) -> pl.TorchLearner:
+    return pl.TorchLearner(
+        partial(deep_model, width),
+        deep_loss,
+        partial(torch.optim.SGD, lr=LARGE_RATE),
+        partial(wide_examples, width),
+        batch_size=8,
+    )
+
+
+class Written(pl.Callback):
+    """Notes after which steps a checkpoint was being written: its name still begins with a dot."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.during = folder, list[bool]()
+
+    def stepped(self, progress: pl.Progress) -> None:
+        self.during.append(any(each.name.startswith(".") for each in self._folder.iterdir()))
+
+
+def checkpoints(width: int, workers: int) -> dict[str, Any]:
+    """Compare steps during which servers write a checkpoint with steps during which none does."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pl.Ray(workers=workers, servers=workers, timeout=300) as engine,
+    ):
+        written = Written(Path(folder))
+        run = pl.Trainer(
+            large_learner(width),
+            pl.sync(),
+            engine,
+            progress=False,
+            checkpoints=pl.Checkpoints(folder, every=6, keep=2),
+            callbacks=[written],
+        ).fit(steps=20)
+    seconds = np.diff(run.metrics["seconds"])
+    during = written.during[1:]
+    quiet = [float(s) for s, writing in zip(seconds, during, strict=True) if not writing][1:]
+    busy = [float(s) for s, writing in zip(seconds, during, strict=True) if writing]
+    print("seconds a step:", [round(float(s), 2) for s in seconds], "writing:", during)
+    return {
+        "steps": run.steps,
+        "steps_while_written": len(busy),
+        "seconds_otherwise": round(quantile(quiet, 0.5), 2),
+        "seconds_while_written": round(quantile(busy, 0.5), 2) if busy else None,
+        "ratio_of_all_steps": round(float(np.mean(seconds[1:])) / quantile(quiet, 0.5), 3),
+    }
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--large", action="store_true", help="the large model alone")
     arguments.add_argument("--width", type=int, default=WIDTH, help="of its layers")
+    arguments.add_argument("--workers", type=int, default=4, help="of the large model")
+    arguments.add_argument("--half", action="store_true", help="the large model in bfloat16")
+    arguments.add_argument("--checkpoints", action="store_true", help="of the large model alone")
     arguments.add_argument("--bf16", type=float, nargs="*", default=[], help="sizes in megabytes")
     arguments.add_argument("--drive", help="for the benchmark itself, on host 0")
     given = arguments.parse_args()
@@ -372,8 +433,14 @@ def main() -> None:
         drive(*json.loads(given.drive))
         return
     about = machine("torch", "ray", "numpy")
+    if given.checkpoints:
+        figures = checkpoints(given.width, given.workers)
+        print(json.dumps(figures, indent=1))
+        ok = figures["ratio_of_all_steps"] <= CHECKPOINT_BOUND
+        bounds = {"ratio_of_all_steps": CHECKPOINT_BOUND}
+        finish("dataplane, checkpoints", figures, bounds, ok, about, given)
     if given.large:
-        figures = large(given.width)
+        figures = large(given.width, given.workers, given.half)
         print(json.dumps(figures, indent=1))
         learned = figures["loss"][-1] < figures["loss"][0]
         bounds = {"peak_to_need": 1.2} | ({"peak_MB": LARGE_MB} if given.width == WIDTH else {})

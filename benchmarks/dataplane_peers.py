@@ -11,7 +11,8 @@ turn, a block of steps at a time. Four conditions:
 - slow link: the link of one host has a tenth of its rate.
 
 The seconds of a step of `k_sync` and `local_sgd` are for 512 samples too. `--cores 1` gives each
-training process a core, on two hosts. `--profile` tells where the time of a step goes.
+training process a core, on two hosts. `--batch 1024` doubles the backward pass, during which
+gradients are sent, to about half a second. `--profile` tells where the time of a step goes.
 
     python benchmarks/dataplane_peers.py [--quick] [--cores 1] [--profile] [--only ARM,ARM]
 """
@@ -93,25 +94,25 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 class Rank:
     """Trains when it is asked to; waits for orders on its standard input."""
 
-    def __init__(self, rank: int, size: int, address: str) -> None:
+    def __init__(self, rank: int, size: int, address: str, batch: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-        self._data, self._rank, self._size = Images(), rank, size
+        self._data, self._rank, self._size, self._batch = Images(), rank, size, batch
         self._model = DistributedDataParallel(small_cnn())
         self._optimizer = SGD(self._model.parameters())
         self._arms = {"ddp": self._equal(), "ddp + shares": self._by_speed()}
 
     def _equal(self) -> Iterator[None]:
         """Train as the tutorials do, a step at a time."""
-        stream, share, step = Stream(len(self._data), 0), BATCH // self._size, 0
+        stream, share, step = Stream(len(self._data), 0), self._batch // self._size, 0
         while True:
-            chosen = stream.indices(step * BATCH + self._rank * share, share)
+            chosen = stream.indices(step * self._batch + self._rank * share, share)
             self._step(self._data.__getitems__(list(map(int, chosen))), lambda loss: loss)
             step += 1
             yield
 
     def _by_speed(self) -> Iterator[None]:
-        sampler = ProportionalSampler(self._data, BATCH, drop_last=True)
+        sampler = ProportionalSampler(self._data, self._batch, drop_last=True)
         loader = DataLoader(self._data, batch_sampler=sampler, collate_fn=lambda batch: batch)
         for epoch in range(1000):
             sampler.set_epoch(epoch)
@@ -151,7 +152,7 @@ class Begun(pl.Callback):
             say(begun=True)
 
 
-def learner(arm: str) -> pl.TorchLearner:
+def learner(arm: str, batch: int) -> pl.TorchLearner:
     local = "local_sgd" in arm
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     pieces = "k_sync" in arm or "rennala" in arm
@@ -160,21 +161,21 @@ def learner(arm: str) -> pl.TorchLearner:
         pixel_loss,
         SGD,
         images,
-        batch_size=BATCH,
+        batch_size=batch,
         micro_batch=32 if pieces else None,
         outer=outer if local else None,
     )
 
 
-def policy(arm: str, hosts: int) -> Any:
+def policy(arm: str, hosts: int, batch: int) -> Any:
     if "local_sgd" in arm:
         return pl.local_sgd(LOCAL)
     if "k_sync" in arm:
         return pl.k_sync(hosts - 1)
-    return pl.rennala(BATCH // 32) if arm == "rennala" else pl.sync()
+    return pl.rennala(batch // 32) if arm == "rennala" else pl.sync()
 
 
-def drive(address: str) -> None:
+def drive(address: str, batch: int) -> None:
     import ray
 
     torch.set_num_threads(1)
@@ -185,8 +186,8 @@ def drive(address: str) -> None:
             order = json.loads(line)
             arm, unit = order["arm"], LOCAL if "local_sgd" in order["arm"] else 1
             trainer = pl.Trainer(
-                learner(arm),
-                policy(arm, hosts),
+                learner(arm, batch),
+                policy(arm, hosts, batch),
                 engine,
                 progress=False,
                 placement=pl.BySpeed() if "shares" in arm else None,
@@ -236,19 +237,19 @@ def parts_of(run: pl.Run) -> dict[str, float]:
 class Bench:
     """All arms on the same hosts, one at a time."""
 
-    def __init__(self, count: int, cores: float, stack: ExitStack) -> None:
+    def __init__(self, count: int, cores: float, batch: int, stack: ExitStack) -> None:
         self.count, self._bed = count, Testbed(count, cores, stack)
         self.hosts = self._bed.hosts
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         here, script = str(Path(__file__)), partial(Driver, self.hosts)
         address = self.hosts.start_ray(cpus=1)
         (folder / "ray").mkdir()
-        self._driver = script(here, ["--drive", address], folder / "ray")
+        self._driver = script(here, ["--drive", json.dumps([address, batch])], folder / "ray")
         meeting = f"tcp://{self.hosts.ip(0)}:29778"
         self._ranks = []
         for rank in range(count):
             (folder / str(rank)).mkdir()
-            plan = json.dumps([rank, count, meeting])
+            plan = json.dumps([rank, count, meeting, batch])
             self._ranks.append(script(here, ["--rank", plan], folder / str(rank), host=rank))
         self._driver.order(arm="start", steps=1, journal=False)
         for rank, process in enumerate(self._ranks):
@@ -392,6 +393,7 @@ def profile(bench: Bench, steps: int, only: list[str]) -> None:
 def main() -> None:
     arguments = parser(__doc__, seconds=200)
     arguments.add_argument("--cores", type=float, help="of each training process, on two hosts")
+    arguments.add_argument("--batch", type=int, default=BATCH, help="samples a step")
     arguments.add_argument("--profile", action="store_true", help="where the time of a step goes")
     arguments.add_argument("--only", default="", help="these arms alone, by comma")
     arguments.add_argument("--conditions", default="", help="these conditions alone, by comma")
@@ -403,7 +405,7 @@ def main() -> None:
         Rank(*json.loads(given.rank)).serve()
         return
     if given.drive:
-        drive(given.drive)
+        drive(*json.loads(given.drive))
         return
     about = machine("torch", "ray", "numpy")
     if reason := missing() or groups.missing():
@@ -413,7 +415,7 @@ def main() -> None:
     load = OtherLoad()
     with ExitStack() as stack:
         count = 2 if given.cores else 4
-        bench = Bench(count, count * given.cores if given.cores else CORES, stack)
+        bench = Bench(count, count * given.cores if given.cores else CORES, given.batch, stack)
         if given.profile:
             profile(bench, 10, only)
             return

@@ -74,7 +74,9 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
 }
 OURS = list(ARMS)[list(ARMS).index("sync") :]
 QUICK = ["ddp", "diloco", "sync + shares", "local_sgd + shares"]
-# Seconds of the best of our arms to those of the best rival, in the median over seeds.
+# The arm of ours that bounds apply to. It was named before the run, for all scenarios.
+NAMED = "local_sgd + shares"
+# Its seconds to those of the best rival, in the median over seeds.
 BOUNDS = {name: 1.05 if name == "calm" else 1.0 for name in SCENARIOS}
 QUICK_BOUNDS = {"calm": 1.25, "speeds": 1.0}
 
@@ -196,26 +198,37 @@ def measure(bench: Bench, given: Namespace, done: list[dict[str, Any]]) -> list[
     return found
 
 
-def report(found: list[dict[str, Any]]) -> dict[str, float]:
-    """Print a table of all arms; return the ratio of our best to the best rival, by scenario."""
-    rows, ratios = [], {}
+def report(found: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Print a table of all arms.
+
+    Return the ratio of our named arm to the best rival, and the medians of all arms, by scenario.
+    """
+    rows, ratios, medians = [], {}, dict[str, Any]()
     for name in dict.fromkeys(each["scenario"] for each in found):
-        best: dict[bool, float] = {}
+        best: dict[str, float] = {}
+        medians[name] = {}
         for arm in dict.fromkeys(each["arm"] for each in found):
             runs = [each for each in found if (each["scenario"], each["arm"]) == (name, arm)]
             good = [each for each in runs if "seconds" in each]
-            seconds = median(each.get("seconds", inf) for each in runs)
+            about: dict[str, Any] = {"runs": len(runs), "reached": len(good)}
             row = [f"{name}, {arm}", f"{len(good)} of {len(runs)}"]
+            seconds = median(each.get("seconds", inf) for each in runs) if runs else inf
             if seconds < inf:  # or most runs did not reach the loss
-                best[arm in OURS] = min(best.get(arm in OURS, seconds), seconds)
-                row += [f"{seconds:.1f}"]
-                for key in ("steps", "MB", "longest", "lines"):
-                    row.append(f"{median(each[key] for each in good):.4g}")
+                kind = "named" if arm == NAMED else "ours" if arm in OURS else "rival"
+                best[kind] = min(best.get(kind, seconds), seconds)
+                times = [each["seconds"] for each in good]
+                about |= {"seconds": round(seconds, 1)}
+                about |= {"least": round(min(times), 1), "most": round(max(times), 1)}
+                keys = "steps", "MB", "longest", "lines"
+                about |= {key: round(median(each[key] for each in good), 2) for key in keys}
+                row += [f"{seconds:.1f} [{min(times):.1f}–{max(times):.1f}]"]
+                row += [f"{about[key]:.4g}" for key in keys]
+            medians[name][arm] = about
             rows.append([*row, *["-"] * (7 - len(row))])
-        if len(best) == 2:
-            ratios[name] = round(best[True] / best[False], 3)
+        if "named" in best and "rival" in best:
+            ratios[name] = round(best["named"] / best["rival"], 3)
     table(["", "reached", "seconds", "steps", "MB", "longest stall", "lines"], rows)
-    return ratios
+    return ratios, medians
 
 
 def main() -> None:
@@ -251,10 +264,11 @@ def main() -> None:
     with ExitStack() as stack:
         bench = Bench(stack, arms, given.venvs, given.model, given.quick)
         found = measure(bench, given, done)
-    ratios = report(found)
+    ratios, medians = report(found)
     about["others"] = load.cores()
     ok = all(name in ratios and ratios[name] <= bound for name, bound in bounds.items())
-    finish("peers", {"ratios": ratios, "runs": found}, bounds, ok, about, given)
+    figures = {"ratios": ratios, "scenarios": medians, "runs": found}
+    finish("peers", figures, bounds, ok, about, given)
 
 
 if __name__ == "__main__":

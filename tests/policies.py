@@ -16,6 +16,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "rennala": lambda: pl.rennala(5),
     "ringmaster": lambda: pl.ringmaster(2),
     "ringmaster without stops": lambda: pl.ringmaster(2, stops=False),
+    "ringleader": pl.policies.ringleader,
     "bandit": lambda: pl.bandit(2),
     "deadline": lambda: pl.deadline(1.0),
 }

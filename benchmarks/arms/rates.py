@@ -18,7 +18,7 @@ from arms.task import LOCAL, Order, held_out
 from paceline.data.sampling import Stream
 
 HOSTS, TUNED_ON = 4, 100
-GRID = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3)}
+GRID = {"cnn": (0.02, 0.05, 0.1, 0.2, 0.4), "gpt": (1e-3, 3e-3, 6e-3)}
 OUTER = ((0.7, 0.9), (1.0, 0.0))  # learning rate and Nesterov momentum; the second is the mean
 TARGET = {"cnn": 0.6, "gpt": 2.5}
 EASY = {"cnn": 1.5, "gpt": 3.0}  # for a short look

@@ -27,6 +27,7 @@ WITHOUT = {
     "coded": "parts of a batch have gradients of their own",
     "k_sync of tiles": "every process has the same data",
     "tiles that stay": "every process has the same data",
+    "ringleader": "every process has the same data",
 }
 
 

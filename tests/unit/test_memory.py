@@ -23,6 +23,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "k_sync": lambda: pl.k_sync(2),
     "asynchronous": pl.asynchronous,
     "ringmaster": lambda: pl.ringmaster(2),
+    "ringleader": pl.policies.ringleader,
     "deadline": lambda: pl.deadline(1.0),
     "bandit": lambda: pl.bandit(2, index=pl.selection.Thompson(), discount=0.9),
     "by_speed": lambda: pl.policies.Gather(placement=pl.BySpeed()),

@@ -14,7 +14,7 @@ import paceline
 POLICIES = frozenset(
     {
         *("sync", "k_sync", "bandit", "ata", "rennala", "ringmaster", "asynchronous", "k_async"),
-        *("local_sgd", "deadline", "coded"),
+        *("local_sgd", "async_local_sgd", "ringleader", "deadline", "coded"),
         *("Gather", "Deadline", "OnlyWorkers", "Until", "MinWorkers", "Backups"),
     }
 )

@@ -11,6 +11,8 @@ from .gather import mean as mean
 from .gather import staleness_weighted as staleness_weighted
 from .named import async_local_sgd as async_local_sgd
 from .placement.tiles import Placed as Placed
+from .ringleader import Ringleader as Ringleader
+from .ringleader import ringleader as ringleader
 from .wrappers import MinWorkers as MinWorkers
 from .wrappers import OnlyWorkers as OnlyWorkers
 from .wrappers import Until as Until

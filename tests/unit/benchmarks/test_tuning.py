@@ -40,6 +40,8 @@ def test_all_arms_are_extended_if_one_is_best_at_an_end() -> None:
     assert found["b"].best.rate == pytest.approx(0.1 / 3)
     assert found["a"].best.rate == 1.0
     assert found["a"].trials == found["b"].trials == len(GRID) + 1
+    assert found["b"].at_edge and found["b"].report()["at_edge"]
+    assert not found["a"].at_edge and "at_edge" not in found["a"].report()
 
 
 def test_both_ends_are_extended_at_most_once() -> None:

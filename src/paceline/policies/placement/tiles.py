@@ -193,6 +193,12 @@ class Placed:
         """Return the samples a second of each worker that was measured."""
         return self._pace.known()
 
+    def fractions(self) -> dict[WorkerId, float]:
+        """Return the fraction of the data that each worker has."""
+        sizes = self.tiles.sizes
+        total = sizes.sum()
+        return {worker: float(sizes[own].sum() / total) for worker, own in self._owned.items()}
+
     def missed(self) -> dict[int, float]:
         """Return the tiles whose debt was written off, with the number of steps of each."""
         if self._guard is None:
