@@ -35,7 +35,7 @@ CODECS = frozenset(
 _PARTS = frozenset(
     {
         *("BySpeed", "Work", "Bandit", "Allocate"),
-        *("KL", "LCB", "Thompson", "SubExponential", "Bounded", "Greedy"),
+        *("KL", "LCB", "Thompson", "SubExponential", "Bounded", "FiniteVariance", "Greedy"),
         *("Schedule", "bound_optimal", "GrowWhenStationary", "GrowOnNoise"),
     }
 )

@@ -52,6 +52,7 @@ POLICIES: dict[str, Policy] = {
     "discounted": pl.bandit(3, hedge=1, discount=0.8),
     "windowed": pl.bandit(1, window=4, index=pl.selection.Thompson(shape=2.0)),
     "bounded": pl.bandit(2, index=pl.selection.Bounded(2.0)),
+    "finite variance": pl.bandit(2, index=pl.selection.FiniteVariance(1.0)),
     "asynchronous bandit": pl.policies.Gather(
         2, max_staleness=3, refill=True, select=pl.selection.Bandit(), hedge=2
     ),

@@ -1,6 +1,7 @@
 from .indices import KL as KL
 from .indices import LCB as LCB
 from .indices import Bounded as Bounded
+from .indices import FiniteVariance as FiniteVariance
 from .indices import Greedy as Greedy
 from .indices import Index as Index
 from .indices import SubExponential as SubExponential

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Any, TypeAlias
 
@@ -51,10 +51,13 @@ class Times:
     squares: Floats  # of complete times
     ended: Floats  # number of complete times
     cut: Floats  # number of censored times
+    truncated: Floats = field(default_factory=lambda: np.zeros((0, 1)))
+    """Sums of min(seconds, level), one row for each level of the index."""
 
     def of(self, chosen: NDArray[np.bool_]) -> Times:
         """Return the sums of the chosen workers."""
-        return Times(*(sums[chosen] for sums in (self.seconds, self.squares, self.ended, self.cut)))
+        plain = (sums[chosen] for sums in (self.seconds, self.squares, self.ended, self.cut))
+        return Times(*plain, truncated=self.truncated[:, chosen])
 
     @property
     def count(self) -> Floats:
@@ -68,18 +71,28 @@ class Arms:
     shape: times are summed to this power, which suits Weibull times of that shape.
     discount: the factor of an observation's weight in each round.
     window: rounds after which an observation is forgotten.
+    levels: for each of them, times are also summed truncated at that many seconds.
     """
 
     schema = converted(
         *("arms", 1, "names", "sums", "base", "round", "recent", "old", "fresh", "random")
     )
 
-    def __init__(self, seed: int, shape: float, discount: float, window: int | None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        shape: float,
+        discount: float,
+        window: int | None,
+        levels: tuple[float, ...] = (),
+    ) -> None:
         self.names: list[WorkerId] = []
         self.rows: dict[WorkerId, int] = {}
         self._shape, self._window = shape, window
         self._rate = -log(discount)
-        self._sums = np.zeros((4, 16))  # seconds, squares, ended, cut; weighted as of `_base`
+        self._levels = np.array(levels)
+        # Seconds, squares, ended, cut and the truncated sums; weighted as of `_base`.
+        self._sums = np.zeros((4 + len(levels), 16))
         self._base = 0  # the round in which a new observation has weight 1
         self._round = 0
         # With a window: a row's observations with their rounds, and (round, row) in their order.
@@ -101,7 +114,7 @@ class Arms:
             self.names.append(worker)
             self._add_fresh(row)
         if len(self.names) > self._sums.shape[1]:
-            wider = np.zeros((4, 2 * len(self.names)))
+            wider = np.zeros((len(self._sums), 2 * len(self.names)))
             wider[:, : self._sums.shape[1]] = self._sums
             self._sums = wider
 
@@ -112,7 +125,7 @@ class Arms:
         while self._fresh and len(taken) < count:
             row = self._fresh[-1]
             self._drop_fresh(row)
-            if self._sums[2:, row].any():
+            if self._sums[2:4, row].any():
                 continue  # it had a task without being selected
             (taken if self.names[row] in candidates else aside).append(row)
         for row in reversed(aside):
@@ -153,14 +166,16 @@ class Arms:
         """Add a complete or censored response time; return the worker's row."""
         self.admit([worker])
         row = self.rows[worker]
-        self._add(row, (seconds**self._shape, seconds**2 if ended else 0.0, ended, not ended))
+        truncated = np.minimum(seconds, self._levels).tolist()
+        square = seconds**2 if ended else 0.0
+        self._add(row, (seconds**self._shape, square, ended, not ended, *truncated))
         return row
 
     def arrive(self, worker: WorkerId) -> int:
         """Record that a worker joined; return its row."""
         self.admit([worker])
         row = self.rows[worker]
-        if not self._sums[2:, row].any() and row not in self._places:
+        if not self._sums[2:4, row].any() and row not in self._places:
             self._add_fresh(row)
         return row
 
@@ -187,7 +202,8 @@ class Arms:
 
     def times(self, rows: slice | NDArray[np.intp]) -> Times:
         """Return the sums of some workers with the current weights."""
-        return Times(*(self._sums[:, rows] / self._weight()))
+        sums = self._sums[:, rows] / self._weight()
+        return Times(*sums[:4], truncated=sums[4:])
 
     def horizon(self) -> float:
         """Return the number of rounds that observations cover, at most the rounds so far."""
@@ -223,7 +239,7 @@ class Arms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.names = state["names"]
         self.rows = {name: row for row, name in enumerate(self.names)}
-        self._sums = np.zeros((4, max(len(self.names), 16)))
+        self._sums = np.zeros((len(self._sums), max(len(self.names), 16)))
         self._sums[:, : len(self.names)] = state["sums"]
         self._base, self._round = state["base"], state["round"]
         self._recent = {row: deque(kept) for row, kept in state["recent"].items()}

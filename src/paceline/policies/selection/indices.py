@@ -14,6 +14,9 @@ import numpy as np
 
 from paceline.policies.selection.arms import Floats, Times
 
+LEVELS = tuple(2.0**power for power in range(-30, 18))
+"""The seconds per sample at which `FiniteVariance` truncates times: 1 ns to 36 hours."""
+
 
 class Index(Protocol):
     """Ranks workers by an optimistic estimate of their mean time."""
@@ -21,6 +24,10 @@ class Index(Protocol):
     @property
     def shape(self) -> float:
         """The power to which response times are summed."""
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The seconds at which response times are truncated, for one more sum each; may be ()."""
 
     def means(self, times: Times) -> Floats:
         """Return the maximum-likelihood mean of each worker, in seconds."""
@@ -36,6 +43,7 @@ class Means:
     """Computes maximum-likelihood means for Weibull times of the index's shape."""
 
     shape: float = 1.0
+    levels: tuple[float, ...] = ()
 
     def means(self, times: Times) -> Floats:
         return _mean(times.seconds / times.count, self.shape)
@@ -159,6 +167,48 @@ class Bounded(Means):
         bernstein = np.sqrt(2 * spread * g / count) + 3 * self.most * g / count
         radius = np.minimum(bernstein, self.most * np.sqrt(g / (2 * count)))
         return np.asarray(np.maximum(mean - radius, 0.0))
+
+
+@dataclass(frozen=True)
+class FiniteVariance(Means):
+    """Returns the least mean m that the truncated mean of the times does not refute.
+
+    For times of any distribution with a deviation of at most `variation` times the mean. Heavy
+    tails are allowed: Pareto times of shape a > 2 have variation 1 / sqrt(a (a - 2)), exponential
+    times 1. With g = exponent ln(rounds), times are truncated at
+    B = (3 + variation sqrt(T / g)) m, rounded up to a power of two. The mean m is refuted if the
+    mean of min(X, B) exceeds m + variation m sqrt(2 g / T) + B g / 3T. This is Bernstein's
+    inequality: truncation increases neither the mean nor the variance. So exp(-g) bounds the
+    probability to refute the true mean.
+
+    The truncated mean is that of Bubeck, Cesa-Bianchi and Lugosi (2013, arXiv 1209.1711). They
+    drop long times, bound E X^2 in seconds, and have the radius 4 sqrt(E X^2 g / T). Their limits
+    change with g, so they need all times. The one-sided bound above is derived here. It has no
+    scale, and needs one sum for each power of two.
+
+    exponent: a bound fails with probability rounds**-exponent at most; 4 is that of `Bounded` and
+        `SubExponential`, less does better.
+    """
+
+    variation: float
+    exponent: float = 4.0
+    levels = LEVELS
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "variation", "exponent")
+
+    def values(self, times: Times, rounds: float, prior: float, rng: np.random.Generator) -> Floats:
+        g, count = max(self.exponent * log(rounds), 1e-9), times.count
+        levels = np.array(self.levels)[:, None]
+        # A level decides on the means from the largest of the level below up to its own largest.
+        largest = levels / (3 + self.variation * np.sqrt(count / g))
+        least = times.truncated / count - levels * g / (3 * count)
+        least /= 1 + self.variation * np.sqrt(2 * g / count)
+        allowed = least <= largest
+        allowed[-1] = True  # no level is above the last
+        first, worker = np.argmax(allowed, axis=0), np.arange(len(count))
+        below = np.where(first > 0, largest[first - 1, worker], 0.0)
+        return np.asarray(np.maximum(least[first, worker], below))
 
 
 @dataclass(frozen=True)

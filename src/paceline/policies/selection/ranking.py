@@ -32,7 +32,7 @@ class Ranking:
     schema = converted("ranking", 1, "figures", "news", "next", "limit", arms="arms")
 
     def __init__(self, index: Index, seed: int, discount: float, window: int | None) -> None:
-        self.arms = Arms(seed, index.shape, discount, window)
+        self.arms = Arms(seed, index.shape, discount, window, index.levels)
         self._index, self._seed = index, seed
         self._figures = np.full(16, np.inf)  # inf: never given a task
         self._news: dict[int, None] = {}  # rows with observations since the last choice

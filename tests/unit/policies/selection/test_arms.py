@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,8 +12,13 @@ from paceline.policies.selection.arms import Arms, Times
 from paceline.policies.selection.indices import KL
 
 
-def arms(shape: float = 1.0, discount: float = 1.0, window: int | None = None) -> Arms:
-    return Arms(0, shape, discount, window)
+def arms(
+    shape: float = 1.0,
+    discount: float = 1.0,
+    window: int | None = None,
+    levels: tuple[float, ...] = (),
+) -> Arms:
+    return Arms(0, shape, discount, window, levels)
 
 
 def of(book: Arms, worker: str) -> tuple[float, float, float, float]:
@@ -141,8 +148,10 @@ def test_the_fresh_who_are_busy_stay_fresh() -> None:
     assert book.take_fresh(["w0", "w1", "w2"], 3) == [0]
 
 
-@pytest.mark.parametrize("more", [{}, {"discount": 0.9}, {"window": 5}])
-def test_saved_and_loaded_it_goes_on_the_same(more: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"discount": 0.9}, {"window": 5}, {"window": 5, "levels": (0.5, 2.0)}]
+)
+def test_saved_and_loaded_it_goes_on_the_same(more: dict[str, Any]) -> None:
     def step(book: Arms, round: int) -> None:
         book.begin(round)
         for i in book.take_fresh([f"w{i}" for i in range(30)], 2):
@@ -151,14 +160,14 @@ def test_saved_and_loaded_it_goes_on_the_same(more: dict[str, float]) -> None:
         if round == 7:
             book.leave("w2")
 
-    straight, first = arms(**more), arms(**more)  # type: ignore[arg-type]
+    straight, first = arms(**more), arms(**more)
     for book in (straight, first):
         book.admit(f"w{i}" for i in range(30))
     for round in range(12):
         step(straight, round)
         if round < 6:
             step(first, round)
-    second = arms(**more)  # type: ignore[arg-type]
+    second = arms(**more)
     second.load_state_dict(decode(encode(first.state_dict())))
     for round in range(6, 12):
         step(second, round)
@@ -166,8 +175,24 @@ def test_saved_and_loaded_it_goes_on_the_same(more: dict[str, float]) -> None:
 
 
 def test_the_sums_of_some() -> None:
-    times = Times(*np.arange(8.0).reshape(4, 2))
-    assert times.of(np.array([False, True])).seconds.tolist() == [1.0]
+    times = Times(*np.arange(8.0).reshape(4, 2), truncated=np.array([[8.0, 9.0]]))
+    chosen = times.of(np.array([False, True]))
+    assert chosen.seconds.tolist() == [1.0]
+    assert chosen.truncated.tolist() == [[9.0]]
+
+
+@pytest.mark.parametrize("more", [{}, {"discount": 0.9}, {"window": 3}])
+def test_truncated_sums_lose_weight_as_the_others_do(more: dict[str, float]) -> None:
+    """Summed directly from the observations and their weights."""
+    book = arms(**more, levels=(1.0, 4.0))  # type: ignore[arg-type]
+    for round, seconds in enumerate((0.5, 3.0, 7.0, 2.0, 9.0)):
+        book.begin(round)
+        book.observe("w0", seconds, ended=round != 1)
+    times = book.times(slice(0, 1))
+    weights = np.array([more.get("discount", 1.0) ** (4 - i) for i in range(5)])
+    weights[: 2 if "window" in more else 0] = 0.0
+    for level, found in zip((1.0, 4.0, np.inf), (*times.truncated, times.seconds), strict=True):
+        assert found[0] == pytest.approx(weights @ np.minimum([0.5, 3.0, 7.0, 2.0, 9.0], level))
 
 
 def test_a_window_forgets_an_outlier_wholly() -> None:

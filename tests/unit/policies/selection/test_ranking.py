@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import paceline.policies.selection.ranking as module
 from paceline.core.schema import load_state, save_state
 from paceline.policies.selection.arms import Floats
-from paceline.policies.selection.indices import KL, LCB, Greedy, Index, Thompson
+from paceline.policies.selection.indices import KL, LCB, FiniteVariance, Greedy, Index, Thompson
 from paceline.policies.selection.ranking import Ranking, Rows
 
 
@@ -102,7 +102,7 @@ def test_figures_wait_for_their_turn_where_there_are_many(monkeypatch: pytest.Mo
     assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=0.02)
 
 
-@pytest.mark.parametrize("index", [KL(), Thompson()], ids=str)
+@pytest.mark.parametrize("index", [KL(), Thompson(), FiniteVariance(0.9)], ids=str)
 def test_saved_and_loaded_it_ranks_the_same(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH", 7)
     names = [f"w{i}" for i in range(20)]
@@ -146,7 +146,7 @@ def test_who_joined_or_left_unseen_is_noticed_after_a_resume() -> None:
     assert set(resumed.best(1, there, there, 2, plain)) == {"new", "w1"}
 
 
-@pytest.mark.parametrize("index", [KL(), KL(shape=4.0), Thompson()], ids=str)
+@pytest.mark.parametrize("index", [KL(), KL(shape=4.0), Thompson(), FiniteVariance(0.9)], ids=str)
 def test_who_was_long_away_is_tried_anew(index: Index) -> None:
     """After 5,000 rounds at a discount of 0.9 nothing is left, not even a number."""
     ranking = Ranking(index, 0, 0.9, None)
