@@ -35,7 +35,7 @@ class TopK:
 
     `sizes` are those of the tensors that make up the vector. If given, the fraction is chosen from
     each tensor separately, at least one number. So do Lin et al. 2017 (arXiv 1712.01887) and Ghosh
-    et al. 2021 (arXiv 2103.07454).
+    et al. 2021 (arXiv 2103.07454). In gossip, messages with some tensors choose from each of those.
     """
 
     fraction: float

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.policy import Policy
 from paceline.core.state import describe
+from paceline.gossip.node import tensors_of
 from paceline.gossip.policy import Gossip
 from paceline.learners.base import Learner
 from paceline.policies.placement.tiles import Placed
@@ -29,9 +30,12 @@ def check_gossip(policy: Policy, learner: Learner, codec: Codec | None) -> Gossi
     if codec is not None:
         from paceline.codecs.downlink import check_memoryless
         from paceline.codecs.lazy import check_partial
+        from paceline.gossip.messages import sizes_in
 
         check_memoryless(codec, "codec")
-        check_partial(codec, policy.trigger)
+        sizes = sizes_in(codec)
+        if sizes is None or sizes != tensors_of(learner.server().layout):
+            check_partial(codec, policy.trigger)
     return policy
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.codecs.base import Bytes, Codec, Message, pack, unpack
+from paceline.codecs.base import Bytes, Codec, Message, Valued, pack, unpack
+from paceline.codecs.chain import Chain
 from paceline.codecs.sparse import RandomK, TopK
 
 
@@ -36,17 +37,37 @@ def sender_mark(name: str) -> int:
     return crc32(name.encode())
 
 
-def pack_update(update: Update, count: int, codec: Codec | None) -> Bytes:
+def sizes_in(codec: Codec) -> tuple[int, ...] | None:
+    """Return the sizes of the tensors in each of which a codec chooses numbers, if it does."""
+    while isinstance(codec, Chain):
+        codec = codec.first
+    return codec.sizes if isinstance(codec, TopK) else None
+
+
+def codec_for(codec: Codec, sizes: Sequence[int], tensors: Sequence[int]) -> Codec:
+    """Return the codec of a message with some tensors: it chooses numbers in each of them."""
+    if sizes_in(codec) != tuple(sizes):
+        return codec
+    if isinstance(codec, Chain):
+        first = codec_for(codec.first, sizes, tensors)
+        assert isinstance(first, Valued)
+        return Chain(first, codec.second)
+    assert isinstance(codec, TopK)
+    return TopK(codec.fraction, tuple(sizes[i] for i in tensors))
+
+
+def pack_update(update: Update, sizes: Sequence[int], codec: Codec | None) -> Bytes:
     """Return an update as a message; the codec encodes changes.
 
-    count: the number of all tensors of the model.
+    sizes: of all tensors of the model.
     """
-    mask = np.zeros(count, np.uint8)
+    mask = np.zeros(len(sizes), np.uint8)
     mask[list(update.tensors)] = 1
     parts: tuple[torch.Tensor, ...] = (torch.from_numpy(np.array(update.values)),)
     if update.is_change:
         assert codec is not None
-        parts = codec.encode(parts[0], update.number).parts
+        used = codec_for(codec, sizes, update.tensors)
+        parts = used.encode(parts[0], update.number).parts
     kind = update.sender << 1 | int(update.is_change)  # in one number: the mark costs no byte
     head = torch.tensor([update.version, update.number, kind])
     untrained = torch.from_numpy(np.array(update.untrained))
@@ -70,6 +91,7 @@ def unpack_update(packed: Bytes, sizes: Sequence[int], codec: Codec | None) -> U
             raise ValueError(
                 "the message holds changes, but without codec= messages hold whole tensors"
             )
+        codec = codec_for(codec, sizes, tensors)
         if isinstance(codec, TopK | RandomK) and parts[0].numel() != codec.count(size):
             raise ValueError(f"{parts[0].numel()} numbers, where {codec} sends {codec.count(size)}")
         values = codec.decode(Message(tuple(parts)), size)

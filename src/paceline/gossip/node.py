@@ -364,7 +364,7 @@ class Node:
 
         untrained, mark = model[self._trained :], sender_mark(self._name)
         update = Update(self.version, self._number, is_change, tensors, values, untrained, mark)
-        return pack_update(update, len(self._sizes), self._codec)
+        return pack_update(update, self._sizes, self._codec)
 
 
 def mean_of(

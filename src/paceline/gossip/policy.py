@@ -49,6 +49,7 @@ class Gossip(Policy):
     |---|---|
     | D-PSGD | `Gossip(graph, Averaging())` |
     | EventGraD | `Gossip(ring(n), Averaging(), EventGrad(horizon))` |
+    | EventGraD with Top-K | the same with `Trainer(codec=TopK(fraction, sizes))` |
     | CHOCO-SGD | `Gossip(graph, Difference(gamma))` with `Trainer(codec=TopK(…))` |
     | SPARQ-SGD | the same with `OnChange(scale, growth=…)` and `local_steps=H` |
     | ours | `Gossip(graph, Difference(gamma), OnChange(scale, every=…))` |
