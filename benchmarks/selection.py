@@ -11,6 +11,7 @@
    50 workers whose exponential times have means from 0.1 to 1 s. The second has 24 workers: 8 take
    0.08 s + Exponential(0.02 s), and 16 take ten times as long.
 4. The time of one choice among 100,000 workers, over that of a calibration loop.
+5. Regret under light and heavy tails, for the laws that the bounds assume (selection_laws.py).
 
     python benchmarks/selection.py [--quick] [--only PART] [--figures FOLDER]
 """
@@ -42,6 +43,7 @@ from paceline.core.coordinator import drive
 from paceline.core.policy import Policy
 from paceline.core.protocol import MAIN, Finished, Joined, Start, Step, Stepped, Work
 from paceline.engines.base import Job
+from selection_laws import measure_laws
 from tests.oracles.orders import slowest
 
 MEANS = [round(0.1 * i, 1) for i in range(1, 11)]
@@ -636,7 +638,7 @@ def measure_choice(quick: bool) -> dict[str, Any]:
     return {name: round(ratio, 5) for name, ratio in ratios.items()}
 
 
-PARTS = ("regret", "change", "costs", "choice")
+PARTS = ("regret", "change", "laws", "costs", "choice")
 
 
 def main() -> None:
@@ -659,6 +661,8 @@ def main() -> None:
             figures |= found
         if "change" in wanted:
             figures["change"] = measure_change(pool, range(1 if quick else 5))
+        if "laws" in wanted:
+            figures["laws"] = measure_laws(pool, quick)
         if "costs" in wanted:
             costs, learned = measure_costs(pool, options)
             figures |= costs
