@@ -36,6 +36,7 @@ NODES = 8
 REFERENCE, DENSE = "D-PSGD", "a central coordinator, dense"
 BOUNDS = {"points": 0.5, "bytes_saved": 0.9, "bytes_saved_top_k": 0.97, "bytes_saved_sorted": 0.6}
 CONTROL = "no communication"
+EVENT_TOP = "EventGraD, top 10 %"  # as published: of each tensor
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Method:
 
 KNOBS = {  # beside the usual value of `methods`
     "EventGraD": (0.9, 0.97),  # its horizon
+    EVENT_TOP: (0.9, 0.97),
     "ours, int8": (0.025, 0.1),  # thresholds
+    "ours, top 10 %": (0.1, 0.4),
     "ours, top 10 % + int8": (0.1, 0.4),
     "CHOCO, top 10 %": (0.2, 0.6),  # gamma
     "SPARQ, top 10 %, 5 local steps": (0.2, 1.0),  # a threshold
@@ -60,12 +63,16 @@ KNOBS = {  # beside the usual value of `methods`
 
 
 def methods(
-    steps: int, scales: tuple[float, float] = (0.05, 0.2), knob: float | None = None
+    steps: int,
+    scales: tuple[float, float] = (0.05, 0.2),
+    knob: float | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> dict[str, Method]:
     """Return all methods, for runs of `steps` steps per node.
 
     scales: of the trigger's threshold, with int8 and with top 10 % + int8.
     knob: the value for a method of KNOBS; None: the usual one.
+    sizes: of the model's tensors.
     """
     ring, difference, change, top = (
         pl.gossip.ring(NODES),
@@ -78,9 +85,15 @@ def methods(
         REFERENCE: Method(gossip(pl.gossip.Averaging())),
         CONTROL: Method(pl.local_sgd(steps), outer=AVERAGE),
         "EventGraD": Method(gossip(pl.gossip.Averaging(), pl.gossip.EventGrad(knob or 1.0))),
+        EVENT_TOP: Method(
+            gossip(pl.gossip.Averaging(), pl.gossip.EventGrad(knob or 1.0)), top(0.1, sizes)
+        ),
         "ours, int8, at every step": Method(gossip(difference(1.0)), pl.codecs.Int8()),
         "ours, int8": Method(
             gossip(difference(1.0), change(knob or scales[0], every=100)), pl.codecs.Int8()
+        ),
+        "ours, top 10 %": Method(
+            gossip(difference(0.4), change(knob or scales[1], every=100)), top(0.1)
         ),
         "ours, top 10 % + int8": Method(
             gossip(difference(0.4), change(knob or scales[1], every=100)),
@@ -103,7 +116,8 @@ def methods(
 
 QUICK = (REFERENCE, CONTROL, "ours, int8, at every step", "ours, top 10 % + int8")
 ARMS = (
-    *(REFERENCE, CONTROL, "EventGraD", "ours, int8, at every step", "ours, top 10 % + int8"),
+    *(REFERENCE, CONTROL, "EventGraD", EVENT_TOP, "ours, int8, at every step"),
+    *("ours, top 10 %", "ours, top 10 % + int8"),
     *("CHOCO, top 10 %", "SPARQ, top 10 %, 5 local steps", DENSE),
 )
 
@@ -111,7 +125,8 @@ ARMS = (
 def run(make: Callable[[], Task], trial: Trial, kind: str, seed: int) -> dict[str, float]:
     """Train once; a pool calls this in its own process."""
     task = make()
-    method = methods(task.steps, task.scales, trial.knob)[trial.arm]
+    sizes = tuple(parameter.numel() for parameter in task.model().parameters())
+    method = methods(task.steps, task.scales, trial.knob, sizes)[trial.arm]
     torch.manual_seed(seed)
     lr = task.lr * method.lr * trial.rate
     sgd = partial(torch.optim.SGD, lr=lr, momentum=method.momentum)
