@@ -30,7 +30,7 @@ NAMES = [f"w{i}" for i in range(len(MEANS))]
 K = 3
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0)
 
-Draw = Callable[[np.random.Generator, Any], NDArray[np.float64]]
+Draw = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
 
 
 def pareto(shape: float) -> Draw:
@@ -68,7 +68,7 @@ def regret(law: str, name: str, wide: float, rounds: int, seed: int) -> float:
     for round in range(rounds):
         chosen = ranking.best(round, NAMES, NAMES, K, lambda rows, seconds: seconds)
         workers = sorted(int(worker[1:]) for worker in chosen)
-        for i, drawn in zip(workers, draw(rng, K), strict=True):
+        for i, drawn in zip(workers, draw(rng, (K,)), strict=True):
             ranking.observe(NAMES[i], float(drawn * MEANS[i]), ended=True)
         lost += expected(law, tuple(workers)) - best
     return lost

@@ -51,7 +51,7 @@ class Times:
     squares: Floats  # of complete times
     ended: Floats  # number of complete times
     cut: Floats  # number of censored times
-    truncated: Floats = field(default_factory=lambda: np.zeros((0, 1)))
+    truncated: Floats = field(default_factory=lambda: np.zeros((0, 1)), kw_only=True)
     """Sums of min(seconds, level), one row for each level of the index."""
 
     def of(self, chosen: NDArray[np.bool_]) -> Times:
