@@ -7,6 +7,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.coordinator import Coordinator
+from paceline.core.policy import Policy
 from paceline.core.protocol import Finished, Joined, Left, Start, Step, Task
 from paceline.policies import Placed, Ringleader, ringleader
 
@@ -18,7 +19,7 @@ SECONDS = [0.1, 1.0, 1.0, 3.0]  # for a sample
 
 
 def trained(
-    policy: pl.Policy, steps: int, rate: float = 0.02, seconds: list[float] = SECONDS
+    policy: Policy, steps: int, rate: float = 0.02, seconds: list[float] = SECONDS
 ) -> pl.Run:
     """Fit a mean: the optimum over all samples is that of the workers, by their samples."""
     targets = np.repeat(OPTIMA, SIZES)

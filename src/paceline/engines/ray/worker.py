@@ -17,6 +17,7 @@ import ray
 from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, WorkerId
 from paceline.data.partition.base import Partition
+from paceline.engines.allocator import keep_freed_memory
 from paceline.engines.checks import norm_of
 from paceline.engines.ray.reclaimed import Notice, Reclaimed
 from paceline.engines.ray.transport.holder import Holder
@@ -151,6 +152,7 @@ class Worker(Holder):
     ) -> None:
         """reclaimed: makes what waits for notices that this process will be taken away."""
         hide_gpus(gpus)
+        keep_freed_memory()
         self._reclaimed = None if reclaimed is None else reclaimed()
         self._clock, self._place = clock, place or here
         self._replica: Replica | None = None

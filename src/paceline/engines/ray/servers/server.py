@@ -21,6 +21,7 @@ import ray
 from paceline.codes.blocks import covering, decoded
 from paceline.core.protocol import Coefficients, Stat
 from paceline.engines import low_priority
+from paceline.engines.allocator import keep_freed_memory
 from paceline.engines.checks import NOT_FINITE, norm_of
 from paceline.engines.ray.servers.shared_folder import answer, check_seen
 from paceline.engines.ray.servers.sums import grouped, weighted_sum
@@ -74,6 +75,7 @@ class Server(Holder):
         place: Callable[[], Place] | None = None,
         threads: int = 1,
     ) -> None:
+        keep_freed_memory()
         self._clock, self._place, self._threads = clock, place or here, threads
         self._shard: Shard | None = None
         self._span: Span = (0, 0)
