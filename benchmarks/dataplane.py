@@ -445,7 +445,8 @@ def main() -> None:
         learned = figures["loss"][-1] < figures["loss"][0]
         bounds = {"peak_to_need": 1.2} | ({"peak_MB": LARGE_MB} if given.width == WIDTH else {})
         ok = figures["steps"] == 3 and learned and all(figures[n] <= b for n, b in bounds.items())
-        finish("dataplane, 200M parameters", figures, bounds, ok, about, given)
+        millions = round(figures["model_MB"] / 4)
+        finish(f"dataplane, {millions}M parameters", figures, bounds, ok, about, given)
     bounds = QUICK_BOUNDS if given.quick else BOUNDS
     if reason := missing():
         finish("dataplane", {"not_run": reason}, bounds, False, about, given)

@@ -66,7 +66,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 MAX_DELAY = {"k_async": 99, "asynchronous": 4, "ringmaster": 2, "ringmaster without stops": 2}
 MAX_DELAY["ringleader"] = 6
-REUSED = {"ringleader": 0.2}  # a round of four steps may use each sample four times
+REUSED = {"ringleader": 0.2}  # a step has one new result, of a quarter of the batch
 
 
 @pytest.fixture(

@@ -133,8 +133,8 @@ class Ledger(Books):
                 if (fault := fault_of_step(command, self.held, self.copies)) is not None:
                     raise self._error(command, fault)
                 self.version += 1
-                self.samples += distinct_samples([self.held[id] for id in weights])
-                if not keep:
+                if not keep:  # otherwise later steps use them again, and the last one counts them
+                    self.samples += distinct_samples([self.held[id] for id in weights])
                     for id in weights:
                         self._release(id)
                 if command.lr_scale != self.lr_scale:

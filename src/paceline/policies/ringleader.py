@@ -31,15 +31,17 @@ class Ringleader(Policy):
     """Steps along the mean over workers of the mean of each worker's results.
 
     Ringleader ASGD (Maranjyan and Richtárik, 2025, arXiv 2509.22860) for data that differ between
-    workers. A round has as many steps as workers. It begins when every worker has a result in the
-    table. From then on, each worker leads one step of the round, when its next result arrives.
-    Every step uses the whole table. Results of a worker that has led its step are for the next
-    round. With n workers, a result is at most 2n - 2 versions old when a step uses it.
+    workers. Steps begin when every worker has a result in the table. The result that completes it
+    leads to the first step. Then each other worker leads one step, when its next result arrives.
+    Every step uses the whole table. After a step of each worker, the round ends. Results of a
+    worker that has led its step are for the next round. With n workers that stay, a result is at
+    most 2n - 2 versions old when a step uses it.
 
     samples: of a task; by default 1/n of the batch, so that a step has at least one batch. With
         `Placed(…, move=False)` faster workers get larger tasks.
-    most: results of a worker that the table holds. With more, the worker waits for its step. Each
-        of them takes the memory of a model.
+    most: results of a worker for one round. A worker that has them waits, and leads its step
+        without a further one. Each result takes the memory of a model, and two rounds may have
+        some at a time.
     placement: `Placed`; then a worker counts by its fraction of the data, otherwise 1/n.
     """
 
@@ -112,7 +114,12 @@ class Ringleader(Policy):
         return (self._next if worker in self._led else self._table).get(worker, ())
 
     def _waiting(self, view: View) -> WorkerId | None:
-        """Return a worker that waits to lead a step: its next result would be one too many."""
+        """Return a worker that waits to lead a step: its next result would be one too many.
+
+        If the others have left, any worker leads the last step of the round.
+        """
+        if self._led.issuperset(view.workers):
+            return next(iter(view.workers))
         idle = (worker for worker in view.idle if worker not in self._led)
         return next((worker for worker in idle if len(self._results(worker)) >= self.most), None)
 
@@ -125,19 +132,20 @@ class Ringleader(Policy):
                     table[worker] = kept
                 else:
                     del table[worker]
-        self._led &= set(view.workers)
+        if not self._table:
+            self._table, self._next, self._led = self._next, {}, set()
 
     def _step(self, view: View, worker: WorkerId) -> Iterator[Command]:
         """Step along the table; the last step of a round makes room for the next table."""
         self._led.add(worker)
         ends = self._led.issuperset(view.workers)
         weights = self._weights(view)
+        if ends:  # also those of workers whose data others have by now, which earlier steps used
+            ids = [id for tasks in self._table.values() for id in tasks]
+            weights |= {id: 0.0 for id in ids if id not in weights}
         yield Step(weights, keep=not ends)
         if ends:
-            unused = [id for tasks in self._table.values() for id in tasks if id not in weights]
             self._table, self._next, self._led = self._next, {}, set()
-            for task in unused:
-                yield Discard(task)
 
     def _weights(self, view: View) -> dict[TaskId, float]:
         """Return the weight of each result: its part of its worker's samples, times that worker's

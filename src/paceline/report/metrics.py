@@ -237,7 +237,10 @@ class Meter:
         losses = [result.stats.get("loss") for result in results]
         counts = [result.stats.get("count") for result in results]
         loss = mean_loss(list(step.weights.values()), losses, counts)
-        version, samples, count = self.version, distinct_samples(results), len(results)
+        version, count = self.version, len(results)
+        samples = (
+            0 if step.keep else distinct_samples(results)
+        )  # counted by the last of their steps
         staleness = sum([version - r.task.version for r in results]) / max(count, 1)
         row = (
             version + 1,
@@ -258,7 +261,8 @@ class Meter:
                     part = weight * size / result.task.samples
                     self.last_weights[tile] = self.last_weights.get(tile, 0.0) + part
         self.weigh(self.last_weights)
-        self._use(results)
+        if not step.keep:
+            self._use(results)
         self.version += 1
         self.samples_used += samples
         if not step.keep:

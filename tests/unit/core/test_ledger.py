@@ -232,8 +232,9 @@ def test_a_step_may_keep_its_results() -> None:
     ledger.apply(Step({0: 0.5, 1: 0.5}, keep=True))
     assert list(ledger.held) == [0, 1]
     assert not ledger.free
+    assert ledger.samples == 0
     ledger.apply(Step({0: 1.0}))
-    assert (ledger.version, ledger.samples, list(ledger.held)) == (2, 15, [1])
+    assert (ledger.version, ledger.samples, list(ledger.held)) == (2, 5, [1])  # each counts once
     assert list(ledger.free) == ["w0"]
 
 

@@ -113,6 +113,43 @@ def test_the_others_go_on_without_a_lost_worker() -> None:
     assert again.worker == "w0"
 
 
+def test_a_round_ends_if_the_worker_leaves_that_has_not_led() -> None:
+    coordinator = Coordinator(ringleader(most=2), batch=4)
+    ledger = coordinator.ledger
+    for worker in ("w0", "w1"):
+        coordinator.handle(0.0, Joined(worker))
+    first, second = ledger.running.values()
+    coordinator.handle(1.0, Finished(second.id, second.samples))
+    coordinator.handle(2.0, Finished(first.id, first.samples))  # and so w0 leads
+    assert ledger.version == 1
+    coordinator.handle(3.0, Left("w1"))
+    for now in range(4, 12):
+        (task,) = ledger.running.values()
+        coordinator.handle(float(now), Finished(task.id, task.samples))
+    assert ledger.version > 8
+    assert len(ledger.held) <= 2
+
+
+def test_a_worker_that_returns_leads_once_in_a_round() -> None:
+    coordinator = Coordinator(ringleader(most=1), batch=4)
+    ledger = coordinator.ledger
+    for worker in ("w0", "w1", "w2"):
+        coordinator.handle(0.0, Joined(worker))
+    for task in list(ledger.running.values()):
+        coordinator.handle(1.0, Finished(task.id, task.samples))
+    version = ledger.version
+    for now in range(2, 8):
+        coordinator.handle(float(now), Left("w2"))
+        coordinator.handle(float(now), Joined("w2"))
+    assert ledger.version <= version + 3
+
+
+def test_a_sample_counts_once() -> None:
+    run = trained(ringleader(), 400)
+    computed = sum(e.event.samples for e in run.journal if isinstance(e.event, Finished))
+    assert 0.9 * computed < run.meter.samples_used <= computed
+
+
 def test_it_refuses_other_placements() -> None:
     with pytest.raises(ValueError, match=r"use Placed\(…\)"):
         ringleader().placed(pl.BySpeed())

@@ -140,7 +140,7 @@ def test_kept_results_can_be_used_again() -> None:
             Entry(1.0, Finished(0, 4), (Step({0: 1.0}, keep=True), Step({0: 1.0}))),
         ]
     )
-    assert (meter.used, meter.samples_used) == (2, 8)
+    assert (meter.used, meter.samples_used) == (1, 4)  # by the last step that uses it
     assert not meter._held
 
 

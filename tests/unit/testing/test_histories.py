@@ -99,7 +99,6 @@ MAX_DELAY = {
     "k_sync(2)": 0,
     "asynchronous(2)": 2,
     "rennala(5)": 0,
-    "ringleader": 18,  # of ten workers
     "ringmaster(3)": 2,
     "ringmaster(2) without stops": 1,
     "loose k-sync": 1,
