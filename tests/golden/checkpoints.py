@@ -44,6 +44,7 @@ SHARDED = pl.learners.TimingOnly(batch_size=8, examples=len(TILES))
 CASES: dict[str, Saved] = {
     "sync": Saved(pl.sync),
     "k_async": Saved(lambda: pl.k_async(2)),
+    "ringleader": Saved(pl.policies.ringleader),
     "k_by_noise": Saved(lambda: pl.k_sync(pl.policies.GrowOnNoise(1, 3, memory=2), samples=2)),
     "k_by_sign": Saved(
         lambda: pl.k_sync(pl.policies.GrowWhenStationary(1, 3, threshold=1, burn_in=1), samples=2)
