@@ -60,7 +60,7 @@ def sample_fates(journal: Journal) -> list[Stretch]:
                     fates[id] = "cancelled", 0
                 case Discard(id):
                     fates.setdefault(id, ("discarded", 0))
-                case Step(weights):
+                case Step(weights, keep=False):  # the last step that uses them
                     fates.update((id, ("used", seen[id])) for id in weights)
     last: dict[tuple[int, int, int], Task] = {}
     for task in tasks.values():
