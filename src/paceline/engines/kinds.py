@@ -53,7 +53,7 @@ class Kind:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"Kind({self.name!r}): use letters, digits, - and _ in a name, and begin it with a "
-                'letter; try "a100"'
+                'letter, for example "a100"'
             )
         self._check_count()
         if self.max_samples is not None:

@@ -107,7 +107,9 @@ class Ringleader(Policy):
                 yield self._assign(view, worker)
 
     def _is_full(self, view: View) -> bool:
-        return bool(view.workers) and all(worker in self._table for worker in view.workers)
+        """Return whether the table has a result of every worker that has not led its step."""
+        known = self._table.keys() | self._led  # results that a step used may be lost since
+        return bool(self._table and view.workers) and known >= set(view.workers)
 
     def _results(self, worker: WorkerId) -> Sequence[TaskId]:
         """Return the results of a worker in the table that its next result goes to."""

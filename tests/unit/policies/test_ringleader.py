@@ -8,7 +8,7 @@ import pytest
 import paceline as pl
 from paceline.core.coordinator import Coordinator
 from paceline.core.policy import Policy
-from paceline.core.protocol import Finished, Joined, Left, Start, Step, Task
+from paceline.core.protocol import Discard, Finished, Joined, Left, Start, Step, Task
 from paceline.policies import Placed, Ringleader, ringleader
 
 SIZES = [10, 20, 30, 60]
@@ -142,6 +142,23 @@ def test_a_worker_that_returns_leads_once_in_a_round() -> None:
         coordinator.handle(float(now), Left("w2"))
         coordinator.handle(float(now), Joined("w2"))
     assert ledger.version <= version + 3
+
+
+def test_the_loss_of_a_used_result_does_not_stop_the_round() -> None:
+    policy = ringleader(most=2)
+    coordinator = Coordinator(policy, batch=6)
+    ledger = coordinator.ledger
+    for worker in ("w0", "w1", "w2"):
+        coordinator.handle(0.0, Joined(worker))
+    for task in list(ledger.running.values()):
+        coordinator.handle(1.0, Finished(task.id, task.samples))
+    assert ledger.version == 1  # w2 has led
+    (lost,) = (id for id, result in ledger.held.items() if result.task.worker == "w2")
+    ledger.apply(Discard(lost))
+    for _ in range(6):
+        task = next(iter(ledger.running.values()))
+        coordinator.handle(2.0, Finished(task.id, task.samples))
+    assert ledger.version >= 3 and ledger.running
 
 
 def test_a_sample_counts_once() -> None:
