@@ -22,6 +22,9 @@ import numpy as np
 _ROOT = Path(__file__).parents[1]
 sys.path.extend([str(_ROOT), str(_ROOT / "examples")])
 
+_MARK = "PACELINE_BENCHMARK"
+os.environ.setdefault(_MARK, str(os.getpid()))  # all processes that a benchmark starts inherit it
+
 
 def parser(description: str | None, seconds: int = 50) -> argparse.ArgumentParser:
     """Return a parser with `--quick` and `--save`, to which a benchmark adds its own arguments."""
@@ -113,50 +116,61 @@ def told(values: Sequence[float], form: str = ".1f", half: str | None = None) ->
 
 
 class OtherLoad:
-    """Measures the cores that other processes used meanwhile; above 0.2, measure again."""
+    """Measures the cores that others used meanwhile; above 0.2, measure again.
+
+    Others are processes that this one has not started, directly or not, and other tenants of the
+    processor (steal). Processes that have ended since the beginning are not seen.
+    """
 
     def __init__(self) -> None:
-        self._begin = _busy_seconds()
+        self._begin = _others()
 
     def cores(self) -> float | None:
         """Return the mean since the beginning; None if the system does not report it."""
-        end = _busy_seconds()
+        end = _others()
         if self._begin is None or end is None:
             return None
-        (uptime, all_, ours), (uptime_0, all_0, ours_0) = end, self._begin
-        return round(max(all_ - all_0 - (ours - ours_0), 0.0) / max(uptime - uptime_0, 1e-9), 2)
+        (uptime, stolen, seconds), (uptime_0, stolen_0, seconds_0) = end, self._begin
+        busy = sum(max(each - seconds_0.get(pid, 0.0), 0.0) for pid, each in seconds.items())
+        return round((stolen - stolen_0 + busy) / max(uptime - uptime_0, 1e-9), 2)
 
 
-def _busy_seconds() -> tuple[float, float, float] | None:
-    """Return uptime, and the processor time used by all and by our own tree of processes."""
+def _others() -> tuple[float, float, dict[int, float]] | None:
+    """Return uptime, stolen time, and the processor time of each process that is not ours."""
     if sys.platform != "linux":
         return None
     tick = os.sysconf("SC_CLK_TCK")
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(
-        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    )
-    ours = our_processes()
+    stolen = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
+    ours, mark = our_processes(), f"{_MARK}={os.environ[_MARK]}".encode()
+    seconds: dict[int, float] = {}
+    for pid, fields in _stats().items():
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
+            # Daemons are no longer descendants, and have the variable.
+            if pid in ours or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+        seconds[pid] = sum(map(int, fields[11:13])) / tick
     uptime = float(Path("/proc/uptime").read_text().split()[0])
-    everything = user + nice + system + irq + softirq + steal
-    return (
-        uptime,
-        everything / tick,
-        sum(sum(map(int, fields[11:15])) for fields in ours.values()) / tick,
-    )
+    return uptime, stolen / tick, seconds
 
 
 def our_processes() -> dict[int, list[str]]:
     """Return this process and its descendants, each with the fields of its stat after the name."""
-    fields: dict[int, list[str]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                line = (folder / "stat").read_text()
-                fields[int(folder.name)] = line.rpartition(")")[2].split()
+    fields = _stats()
     ours = {os.getpid()}
     while more := {pid for pid, found in fields.items() if int(found[1]) in ours} - ours:
         ours |= more
     return {pid: fields[pid] for pid in ours}
+
+
+def _stats() -> dict[int, list[str]]:
+    """Return the fields of each process after its name."""
+    found: dict[int, list[str]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = (folder / "stat").read_text()
+                found[int(folder.name)] = line.rpartition(")")[2].split()
+    return found
 
 
 class Pace:

@@ -14,6 +14,9 @@ The seconds of a step of `k_sync` and `local_sgd` are for 512 samples too. `--co
 training process a core, on two hosts. `--batch 1024` doubles the backward pass, during which
 gradients are sent, to about half a second. `--profile` tells where the time of a step goes.
 
+Servers of the model, Ray and the driver are outside of the limits; DDP takes its steps inside.
+`--limit-servers` counts the servers too.
+
     python benchmarks/dataplane_peers.py [--quick] [--cores 1] [--profile] [--only ARM,ARM]
 """
 
@@ -237,7 +240,10 @@ def parts_of(run: pl.Run) -> dict[str, float]:
 class Bench:
     """All arms on the same hosts, one at a time."""
 
-    def __init__(self, count: int, cores: float, batch: int, stack: ExitStack) -> None:
+    def __init__(
+        self, count: int, cores: float, batch: int, stack: ExitStack, limit_servers: bool = False
+    ) -> None:
+        self._limit_servers = limit_servers
         self.count, self._bed = count, Testbed(count, cores, stack)
         self.hosts = self._bed.hosts
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -274,6 +280,8 @@ class Bench:
             process.order(arm=arm, steps=steps, journal=profile)
         for process in asked:
             assert process.heard(180)["begun"]
+        if self._limit_servers:
+            self._bed.limit_all("ray::Server")
         before = self._usage()
         with nullcontext() if seed is None else self._bed.stalls(seed):
             answers = [process.heard(600) for process in asked]
@@ -393,6 +401,8 @@ def profile(bench: Bench, steps: int, only: list[str]) -> None:
 def main() -> None:
     arguments = parser(__doc__, seconds=200)
     arguments.add_argument("--cores", type=float, help="of each training process, on two hosts")
+    inside = "let the servers of the model share the cores of the training processes"
+    arguments.add_argument("--limit-servers", action="store_true", help=inside)
     arguments.add_argument("--batch", type=int, default=BATCH, help="samples a step")
     arguments.add_argument("--profile", action="store_true", help="where the time of a step goes")
     arguments.add_argument("--only", default="", help="these arms alone, by comma")
@@ -415,7 +425,8 @@ def main() -> None:
     load = OtherLoad()
     with ExitStack() as stack:
         count = 2 if given.cores else 4
-        bench = Bench(count, count * given.cores if given.cores else CORES, given.batch, stack)
+        cores = count * given.cores if given.cores else CORES
+        bench = Bench(count, cores, given.batch, stack, given.limit_servers)
         if given.profile:
             profile(bench, 10, only)
             return

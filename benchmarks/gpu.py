@@ -1,6 +1,6 @@
-"""Checks training on this machine's GPUs: placement, numbers, precision, faults, speed.
+"""Checks training on this machine's GPUs: placement, numbers, precision, faults, speed, peers.
 
-Run it on a machine with one GPU or more. It takes under ten minutes and writes a JSON report
+Run it on a machine with one GPU or more. It takes about ten minutes and writes a JSON report
 (`--report`, by default gpu_report.json). It exits with 0 if all checks hold, and with 1 if a
 check fails. It exits with 3 if torch sees no GPU, so that nothing was tested.
 """
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import gpu_peers
 import paceline as pl
+from _fashion import images
 from _report import machine
 
 NO_GPU = 3
@@ -160,8 +162,17 @@ def speed(gpus: int) -> dict[str, Any]:
     return {"seconds_per_step": found, "ok": True}
 
 
+def peers(gpus: int) -> dict[str, Any]:
+    """Seconds a step beside DDP and DiLoCo."""
+    try:
+        images()
+    except FileNotFoundError as error:  # the other checks need no dataset
+        return {"not_run": str(error), "ok": True}
+    return gpu_peers.measure(gpus) | {"ok": True}
+
+
 CHECKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    check.__name__: check for check in (placement, numbers, precision, faults, speed)
+    check.__name__: check for check in (placement, numbers, precision, faults, speed, peers)
 }
 
 

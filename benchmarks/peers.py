@@ -45,7 +45,7 @@ from _report import OtherLoad, finish, machine, parser, table
 from arms import families
 from arms.lines import user_lines
 from arms.rates import EASY, RATES, TARGET, Judge, tune
-from arms.run import HOSTS, SCENARIOS, START, Run, Scenario
+from arms.run import HOSTS, LIMIT, SCENARIOS, START, Run, Scenario
 from arms.task import Order
 from paceline.testing import groups
 from paceline.testing.hosts import missing
@@ -68,6 +68,8 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "rennala": (families.Paceline, "step"),
     "local_sgd": (families.Paceline, "local, fresh"),
     "local_sgd + shares": (families.Paceline, "local, fresh"),
+    "sync + top 1 %": (families.Paceline, "step, few"),
+    "local_sgd + few numbers": (families.Paceline, "local, few"),
     "auto": (families.Paceline, "step"),
     "session + shares": (families.Sessions, "step"),
     "local_steps": (families.Sessions, "local, kept"),
@@ -84,7 +86,16 @@ QUICK_BOUNDS = {"calm": 1.25, "speeds": 1.0}
 class Bench:
     """All arms on the same hosts, one run at a time."""
 
-    def __init__(self, stack: ExitStack, arms: list[str], venvs: Path, model: str, easy: bool):
+    def __init__(
+        self,
+        stack: ExitStack,
+        arms: list[str],
+        venvs: Path,
+        model: str,
+        easy: bool,
+        limit: float = LIMIT,
+    ) -> None:
+        self._limit = limit
         self._bed = Testbed(HOSTS, CORES, stack)
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._model, self._target = model, (EASY if easy else TARGET)[model]
@@ -119,7 +130,8 @@ class Bench:
             self._bed.speeds(scenario.speeds)
             self._bed.links(scenario.rate, scenario.delay, scenario.slow)
             family.give(order)
-            result |= Run(self._bed, family, order, scenario, self._judge, self._gone).follow()
+            given = self._bed, family, order, scenario, self._judge, self._gone, self._limit
+            result |= Run(*given).follow()
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             result["failed"] = str(error)[-500:]
             family.end()
@@ -237,6 +249,7 @@ def main() -> None:
     arguments.add_argument("--only", default="", help="these arms alone, by comma")
     arguments.add_argument("--scenarios", default="", help="these scenarios alone, by comma")
     arguments.add_argument("--seeds", type=int, help="how many; 3 by default")
+    arguments.add_argument("--limit", type=float, default=LIMIT, help="of a run, in seconds")
     arguments.add_argument("--log", help="a file of JSON lines, one for each run")
     arguments.add_argument("--continue", dest="go_on", action="store_true", help="see --log")
     arguments.add_argument("--tune", action="store_true", help="how the rates were chosen")
@@ -262,7 +275,7 @@ def main() -> None:
             done = [run for run in done if (run["model"], run["target"]) == (given.model, target)]
     load = OtherLoad()
     with ExitStack() as stack:
-        bench = Bench(stack, arms, given.venvs, given.model, given.quick)
+        bench = Bench(stack, arms, given.venvs, given.model, given.quick, given.limit)
         found = measure(bench, given, done)
     ratios, medians = report(found)
     about["others"] = load.cores()

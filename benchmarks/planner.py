@@ -369,6 +369,7 @@ def main() -> None:
         ok = ok and fine
     bounds = {"share_of_best_rate": CLOSE, "times_best_of_grid": WITHIN, "share_of_fleets": SHARE}
     bounds |= {"factor_of_rates": planner_rates.FACTOR, "step_on_ray": planner_ray.WITHIN}
+    bounds["plan_on_ray"] = planner_ray.CLOSE
     about = machine("numpy", "torch", "ray") | {"others": load.cores()}
     finish("planner", figures, bounds, ok, about, given)
 

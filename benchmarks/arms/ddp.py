@@ -1,7 +1,8 @@
 """DistributedDataParallel on gloo, the same with shares by speed, and DiLoCo written by hand.
 
-`python -m arms.ddp RANK SIZE ADDRESS` waits for orders. `python -m arms.ddp --once HOST ORDER`
-trains once under torchrun, and continues from the newest checkpoint.
+`python -m arms.ddp RANK SIZE ADDRESS [cuda]` waits for orders.
+`python -m arms.ddp --once HOST ORDER` trains once under torchrun, and continues from the newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -134,13 +136,17 @@ class Saves:
         watch.begin(step, model)
 
 
-def serve(rank: int, size: int, address: str) -> None:
-    """Train whenever an order arrives."""
+def serve(rank: int, size: int, address: str, device: str = "cpu") -> None:
+    """Train whenever an order arrives, on the CPU or on the GPU with the number of the rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
     say(ready=os.getpid())
     for line in sys.stdin:
-        order = Order(**json.loads(line))
+        order = replace(Order(**json.loads(line)), device=device)
         ARMS[order.arm](order, Watch(order, rank == 0), Saves(order, False))
         dist.barrier()
         say(end=True)
@@ -160,4 +166,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--once":
         once(int(sys.argv[2]), Order(**json.loads(sys.argv[3])))
     else:
-        serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        serve(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

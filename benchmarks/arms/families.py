@@ -73,7 +73,7 @@ class Family:
 
     def _start(self, host: int, order: Order) -> None:
         self._started += 1
-        folder = self._folder / f"{self.module}-{self._started}-{host}"
+        folder = self._folder / f"{type(self).__name__}-{self._started}-{host}"
         folder.mkdir()
         arguments = self._arguments(host, order)
         self.processes[host] = Driver(self._bed.hosts, "-m", arguments, folder, host, self.python())

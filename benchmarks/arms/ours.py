@@ -14,6 +14,7 @@ import torch
 
 import paceline as pl
 from _driver import say
+from arms.few import CODECS
 from arms.task import LOCAL, Order, as_it_is, copied, keep, loss_of, report, rows
 from paceline.core.protocol import Task
 from paceline.data.partition.base import Partition
@@ -44,6 +45,8 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         "rennala": pl.rennala(PIECES),
         "auto": "auto",
     }
+    codec, model_codec = CODECS.get(order.arm, (None, None))
+    engine.servers = None if codec is None else "driver"  # models of few numbers need no servers
     trainer = pl.Trainer(
         learner,
         pl.local_sgd(LOCAL) if local else policies.get(order.arm, pl.sync()),  # type: ignore[arg-type]
@@ -52,6 +55,8 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         min_workers=order.first,
         target=order.target if order.arm == "auto" else None,
         placement=pl.BySpeed() if "shares" in order.arm else None,
+        codec=codec,
+        model_codec=model_codec,
         callbacks=[told],
         progress=False,
     )

@@ -1,37 +1,40 @@
 """Learning rates of the arms, and how they were chosen: the same grid for all, on another seed.
 
-`python benchmarks/peers.py --tune` prints the steps to the loss for each, in one process.
+`python benchmarks/peers.py --tune` prints the steps to the loss for each, on simulated workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from arms.task import LOCAL, Order, held_out
-from paceline.data.sampling import Stream
+import paceline as pl
+from arms.few import CODECS
+from arms.task import LOCAL, Order, as_it_is, held_out, loss_of
 
 HOSTS, TUNED_ON = 4, 100
-GRID = {"cnn": (0.02, 0.05, 0.1, 0.2, 0.4), "gpt": (1e-3, 3e-3, 6e-3)}
-OUTER = ((0.7, 0.9), (1.0, 0.0))  # learning rate and Nesterov momentum; the second is the mean
+GRID = {"cnn": (0.02, 0.05, 0.1, 0.2, 0.4), "gpt": (3e-4, 1e-3, 3e-3, 6e-3)}
+MEAN = (1.0, 0.0)
+OUTER = ((0.7, 0.9), MEAN)  # learning rate and Nesterov momentum
+FEW = {"step, few": "sync + top 1 %", "local, few": "local_sgd + few numbers"}  # arms of kinds
 TARGET = {"cnn": 0.6, "gpt": 2.5}
 EASY = {"cnn": 1.5, "gpt": 3.0}  # for a short look
 
-# By kind of arm and model: learning rate, and that of the outer step with its momentum. Those of
-# the CNN were chosen by `python benchmarks/peers.py --tune`. Those of the GPT are not tuned here:
-# the learning rate is that of `python benchmarks/sessions_hosts.py --tune`.
+# By kind of arm and model: learning rate, and that of the outer step with its momentum. They were
+# chosen by `python benchmarks/peers.py --tune [--model gpt]`. AdamW of the GPT is always kept.
 RATES: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {
     ("step", "cnn"): (0.1, (1.0, 0.0)),
     ("local, kept", "cnn"): (0.2, (1.0, 0.0)),
     ("local, fresh", "cnn"): (0.1, (0.7, 0.9)),
-    ("step", "gpt"): (3e-3, (1.0, 0.0)),
-    ("local, kept", "gpt"): (3e-3, (1.0, 0.0)),
+    ("step, few", "cnn"): (0.1, (1.0, 0.0)),  # not tuned: as "step"
+    ("local, few", "cnn"): (0.2, (1.0, 0.0)),  # not tuned: as "local, kept"
+    ("step", "gpt"): (1e-3, (1.0, 0.0)),
+    ("local, kept", "gpt"): (1e-3, (1.0, 0.0)),
+    ("step, few", "gpt"): (1e-3, (1.0, 0.0)),
+    ("local, few", "gpt"): (3e-3, (1.0, 0.0)),
 }
 
 
@@ -67,55 +70,69 @@ class Smoothed:
         return before[0] + (at - before[0]) * (before[1] - self._target) / (before[1] - mean)
 
 
-def curve(order: Order, kind: str) -> Iterator[tuple[int, Tensor]]:
-    """Train in this process; yield the model after every few steps."""
-    data, stream = order.data(), None
-    stream = Stream(len(data), order.seed)
-    shared = nn.Parameter(parameters_to_vector(order.module().parameters()).detach().clone())
-    count = 1 if kind == "step" else HOSTS
-    models = [order.module() for _ in range(count)]
-    optimizers = [order.optimizer(model.parameters()) for model in models]
-    outer, share = order.outer_optimizer([shared]), order.batch // count
-    for start in range(0, 10**6, LOCAL):
-        changes: list[Tensor] = []
-        for host, model in enumerate(models):
-            vector_to_parameters(shared.detach().clone(), model.parameters())
-            if kind == "local, fresh":
-                optimizers[host] = order.optimizer(model.parameters())
-            for step in range(start, start + LOCAL):
-                chosen = stream.indices(step * order.batch + host * share, share)
-                loss = order.loss(model, data.__getitems__(chosen))
-                optimizers[host].zero_grad()
-                loss.backward()
-                optimizers[host].step()
-            changes.append(shared.detach() - parameters_to_vector(model.parameters()).detach())
-        if kind == "step":
-            shared.data -= changes[0]
-        else:
-            shared.grad = torch.stack(changes).mean(dim=0)
-            outer.step()
-        yield start + LOCAL, shared.detach().clone()
+class Look(pl.Callback):
+    """Finds the steps to each target, and ends a run at the last of them."""
+
+    def __init__(self, model: str, unit: int, most: int) -> None:
+        self._judge, self._unit, self._most = Judge(model), unit, most
+        self._targets = {of[model]: Smoothed(of[model]) for of in (TARGET, EASY)}
+        self.steps: dict[float, int] = {}
+        self.losses: list[float] = []
+
+    def stepped(self, progress: pl.Progress) -> None:
+        step = progress.step * self._unit
+        if step % LOCAL:
+            return
+        vector = parameters_to_vector(progress.model().parameters()).detach()
+        self.losses.append(round(self._judge(vector), 3))
+        for target, smoothed in self._targets.items():
+            found = smoothed.add(step, self.losses[-1])
+            if found is not None:
+                self.steps.setdefault(target, round(found))
+        if len(self.steps) == len(self._targets) or step >= self._most:
+            progress.stop("known")
 
 
-def tune(model: str, most: int = 150) -> None:
-    """Print the steps to the loss for each kind of arm and each point of the grid."""
+def look(kind: str, order: Order, most: int) -> Look:
+    """Train one kind of arm on simulated workers; only the steps matter."""
+    local = kind.startswith("local")
+    learner = pl.TorchLearner(
+        order.module(),
+        loss_of(order.model),
+        order.optimizer,
+        order.data(),
+        batch_size=order.batch,
+        collate=as_it_is,
+        outer=order.outer_optimizer if local else None,
+        inner="fresh" if kind == "local, fresh" else "kept" if local else None,
+    )
+    codec, model_codec = CODECS.get(order.arm, (None, None))
+    found = Look(order.model, LOCAL if local else 1, most)
+    pl.Trainer(
+        learner,
+        pl.local_sgd(LOCAL) if local else pl.sync(),
+        pl.Simulator(HOSTS, pl.delays.Fixed(1.0)),
+        seed=order.seed,
+        codec=codec,
+        model_codec=model_codec,
+        callbacks=[found],
+        progress=False,
+    ).fit(steps=most)
+    return found
+
+
+def tune(model: str, only: str = "", most: int = 200) -> None:
+    """Print the steps to the loss for each kind of arm, or for one, and each point of the grid."""
     torch.set_num_threads(1)
-    judge = Judge(model)
-    kinds = [kind for kind, of in RATES if of == model]
+    kinds = [kind for kind, of in RATES if of == model and only in ("", kind)]
     for kind, lr, outer in product(kinds, GRID[model], OUTER):
-        if kind == "step" and outer != OUTER[0]:
-            continue
-        order = Order("", "", seed=TUNED_ON, model=model, lr=lr, outer=outer)
-        found: dict[str, Any] = {}
-        smoothed = {name: Smoothed(of[model]) for name, of in (("", TARGET), ("easy", EASY))}
-        losses = []
-        for step, vector in curve(replace(order), kind):
-            losses.append(round(judge(vector), 3))
-            for name, each in smoothed.items():
-                if name not in found and (at := each.add(step, losses[-1])) is not None:
-                    found[name] = round(at)
-            if "" in found or step >= most:
-                break
-        name = f"{kind}: lr {lr:g}" + ("" if kind == "step" else f", outer {outer}")
-        told = f"{found.get('', 'over ' + str(most))} steps to {TARGET[model]}"
-        print(f"{name}: {told}, {found.get('easy', '-')} to {EASY[model]}; {losses}", flush=True)
+        if (kind.startswith("step") or "few" in kind) and outer != MEAN:
+            continue  # a step has none, and decaying error feedback is in its place
+        arm = FEW.get(kind, "")
+        order = Order(arm, "", seed=TUNED_ON, model=model, lr=lr, outer=outer)
+        found = look(kind, order, most)
+        name = f"{kind}: lr {lr:g}" + ("" if kind.startswith("step") else f", outer {outer}")
+        steps = found.steps.get(TARGET[model], f"over {most}")
+        easy = found.steps.get(EASY[model], "-")
+        told = f"{steps} steps to {TARGET[model]}, {easy} to {EASY[model]}"
+        print(f"{name}: {told}; {found.losses}", flush=True)

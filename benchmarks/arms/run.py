@@ -72,7 +72,9 @@ class Run:
         scenario: Scenario,
         judge: Judge,
         gone: set[int],
+        limit: float = LIMIT,
     ) -> None:
+        self._limit = limit
         self._bed, self._family, self._order, self._scenario = bed, family, order, scenario
         self._judge, self._gone, self._folder = judge, gone, Path(order.folder)
         self._smoothed, self._judged = Smoothed(order.target), set[Path]()
@@ -94,7 +96,7 @@ class Run:
         os.replace(self._folder / "last.part", self._folder / "last")
         if reached is None:
             self._family.end()
-            found |= {"failed": f"did not reach the loss in {LIMIT:g} s"}
+            found |= {"failed": f"did not reach the loss in {self._limit:g} s"}
         else:
             found |= {"seconds": round(reached - begin, 2), **self._counted(begin, reached)}
             found |= {k: v for k, v in self._family.finish(90).items() if k != "end"}
@@ -118,7 +120,7 @@ class Run:
         due = changes(self._scenario, begin)
         change = next(due, None)
         limited = time.monotonic()
-        while time.monotonic() - begin < LIMIT:
+        while time.monotonic() - begin < self._limit:
             if change is not None and time.monotonic() >= change[0]:
                 self._change(change[1], change[2])
                 change = next(due, None)

@@ -86,6 +86,7 @@ class Order:
     run: str = ""
     target: float = 0.0  # the loss to reach
     ips: tuple[str, ...] = field(default=())
+    device: str = "cpu"
 
     @property
     def batch(self) -> int:
@@ -93,10 +94,11 @@ class Order:
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, which depend on the seed alone."""
-        return small_cnn(self.seed) if self.model == "cnn" else _gpt.make_model(self.seed)
+        made = small_cnn(self.seed) if self.model == "cnn" else _gpt.make_model(self.seed)
+        return made.to(self.device)
 
     def data(self) -> Rows:
-        return rows(self.model)
+        return Rows(*(each.to(self.device) for each in rows(self.model).tensors))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return loss_of(self.model)(model, batch)
@@ -137,6 +139,8 @@ class Watch:
 
     def stepped(self, step: int, model: nn.Module) -> bool:
         """Report a step and keep its model if it is time; return whether the run is over."""
+        if self._order.device != "cpu":
+            torch.cuda.synchronize()  # the step has ended
         if self.speaks:
             report(self._folder, step, step * self._order.batch)
         self._keep(step, model)
@@ -152,7 +156,7 @@ class Watch:
     def _keep(self, step: int, model: nn.Module) -> None:
         if self.speaks and step >= self._due:
             values = [each.detach().reshape(-1) for each in model.parameters()]
-            keep(self._folder, step, torch.cat(values).numpy())
+            keep(self._folder, step, torch.cat(values).cpu().numpy())
             self._due = step - step % LOCAL + LOCAL
 
 

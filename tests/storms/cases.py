@@ -33,6 +33,7 @@ from paceline.policies.named import (
 )
 from paceline.policies.placement.base import BySpeed
 from paceline.policies.placement.tiles import Placed
+from paceline.policies.ringleader import ringleader
 from paceline.policies.wrappers import OnlyWorkers
 from tests.storms.rolling import Rolling
 
@@ -106,6 +107,7 @@ def case_of(rng: random.Random) -> Case:
         lambda: Case("public copy", k_sync(k), n, k, codec=_codec(rng, 0.3), down=_down(rng)),
         lambda: _robust(rng, n),
         *(lambda: _servers(rng, n, k, spread) for _ in range(4)),
+        lambda: Case("ringleader", ringleader(most=spread), n, 1, inf),
     ]
     return rng.choice(cases)()
 

@@ -94,7 +94,7 @@ def serial(
                 case Discard(id) if id in held:
                     history.dropped.append((index, _places([held.pop(id)[0]])))
                 case Step(weights):
-                    results = [held.pop(id) for id in weights]
+                    results = [held[id] for id in weights]
                     if exact:
                         vectors = [
                             replica.compute(
@@ -107,8 +107,12 @@ def serial(
                         server.step(factors, sums, frozenset())
                     version += 1
                     history.models[version] = server.vector.copy()
-                    used = [_places([task]) - _places([task], done) for task, done in results]
-                    history.used[version] = set[tuple[int, int]]().union(*used)
+                    history.used[version] = set()
+                    if not command.keep:  # otherwise they count for the last step that uses them
+                        used = [_places([task]) - _places([task], done) for task, done in results]
+                        history.used[version] = set[tuple[int, int]]().union(*used)
+                        for id in weights:
+                            del held[id]
                     history.entry_of[version] = index
     open_tasks = [*running.values(), *lost.values(), *(task for task, _ in held.values())]
     history.pending = _places(open_tasks)

@@ -475,7 +475,7 @@ def check_journal(header: Header, entries: list[Entry], case: Case) -> None:
             if isinstance(command, Step):
                 twice = used & set(command.weights)
                 require(not twice, "I1", f"tasks {sorted(twice)} are used twice")
-                used |= set(command.weights)
+                used |= set() if command.keep else set(command.weights)
                 for id in command.weights:
                     require(id in tasks, "I2", f"task {id} was never started in this life")
                     late = version - tasks[id]

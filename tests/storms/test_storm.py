@@ -27,6 +27,7 @@ CASES = (
     *("sync", "k_sync", "k_async", "asynchronous", "bounded", "rennala", "ringmaster", "loose"),
     *("bandit", "ata", "local_sgd", "by speed", "growing", "deadline", "among", "placed", "coded"),
     *("verified", "estimated", "encoded", "lazy", "public copy", "robust", "servers"),
+    "ringleader",
 )
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIGURES = DOCS / "figures"
-SCRIPTS = ("architecture", "choose", "timelines")
+SCRIPTS = ("architecture", "choose", "peers", "timelines")
 PHONE = 360  # pixels that a phone has for a picture
 SMALLEST = 9  # pixels of a text there
 

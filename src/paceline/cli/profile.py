@@ -117,12 +117,16 @@ def profile(
             f"loss {surface.loss:.4g}, gradient {surface.gradient_norm:.3g}, largest curvature "
             f"{surface.top:.3g}, of {surface.parameters} parameters"
         )
+    if (stale := found.stale_training) is not None:
+        ratio = stale.ratio(stale.staleness)
+        told = f"takes {ratio:.3g} times the steps" if isfinite(ratio) else "hardly lowers the loss"
+        click.echo(f"training with a staleness of {stale.staleness:.3g} {told}")
     if found.optimizer is not None:
         click.echo(f"optimizer {_optimizer(found.optimizer)}")
     for note in found.notes:
         click.echo(f"note: {note}")
     if found.unknown:
-        click.echo(f"note: a plan will compare the time per step only: {found.unknown}")
+        click.echo(f"note: a plan will compare the time per step: {found.unknown}")
     click.echo(f"saved {output}; next: paceline plan {output} --target LOSS")
 
 
@@ -176,7 +180,7 @@ def _data(found: Profile, output: Path) -> dict[str, Any]:
         }
         for name, worker in found.workers.items()
     }
-    surface = found.surface
+    surface, stale = found.surface, found.stale_training
     return {
         "file": str(output),
         "workers": workers,
@@ -184,6 +188,8 @@ def _data(found: Profile, output: Path) -> dict[str, Any]:
         "message_bytes": found.message_bytes,
         "loss": None if surface is None else surface.loss,
         "curvature": None if surface is None else surface.top,
+        "staleness": None if stale is None else stale.staleness,
+        "relative_steps": None if stale is None else stale.ratio(stale.staleness),
         "optimizer": found.optimizer,
         "unknown": found.unknown,
         "notes": found.notes,

@@ -111,7 +111,7 @@ def _cost(candidate: Candidate, profile: Profile) -> float | None:
             timeline = timed(candidate.policy, profile, None, seed)
         except (StalledError, ValueError, ArithmeticError):
             return None
-        if not averages_whole_batches(timeline, profile.batch_size):
+        if timeline.staleness or not averages_whole_batches(timeline, profile.batch_size):
             return None
         seconds.append(step_costs(timeline)[0])
     return fsum(seconds) / len(seconds)

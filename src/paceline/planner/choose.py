@@ -94,7 +94,7 @@ class Plan:
             f"with the least {self.goal} per step; the steps to a loss of {self.target:g} are "
             f"unknown: {self.unknown}",
             f"{'':2} {'policy':{width}} {'s/step':>8} {'':17} {'samples/s':>9} {'$/step':>8} "
-            f"{'MB/step':>8}",
+            f"{'MB/step':>8} {'rel. steps':>10}",
         ]
         for rank, (name, entry) in enumerate(zip(names, self.entries, strict=True), 1):
             step = entry.forecast.per_step
@@ -102,7 +102,8 @@ class Plan:
             rate = self.batch_size / step["seconds"] if step["seconds"] else inf
             lines.append(
                 f"{rank:2} {name:{width}} {step['seconds']:8.4g} {f'[{low:.4g}-{high:.4g}]':17} "
-                f"{rate:9.4g} {step['dollars']:8.3g} {step['bytes'] / 1e6:8.3g}"
+                f"{rate:9.4g} {step['dollars']:8.3g} {step['bytes'] / 1e6:8.3g} "
+                f"{entry.forecast.relative_steps:10.2f}"
             )
         return "\n".join([*lines, self.reason, *self.notes])
 
@@ -124,8 +125,8 @@ def plan(
     """Choose the policy, workers, codec and learning rate that reach a loss at the least cost.
 
     If the optimizer is not SGD, or the profile has no curvature, the steps to a loss are unknown.
-    Policies that need equally many steps are then ranked by the cost of a step, and the plan's
-    `unknown` says so; see `paceline.planner.steps`.
+    Policies are then ranked by the cost of a step, and the plan's `unknown` says so. Those with
+    stale gradients need more steps, as measured by `pl.profile`; see `paceline.planner.steps`.
 
     target: the loss.
     minimize: the time until then, the money, or the bytes sent.
@@ -152,7 +153,7 @@ def plan(
         given = _encoded(given, steps.one_codec(codecs, profile.unknown))
         more = target, learning_rate, seeds, seed, on_progress or (lambda share: None)
         entries, looks = steps.rank(profile, given, minimize, *more)
-        reason, notes = _reason(entries, looks, minimize), (*profile.notes, steps.NOTE)
+        reason, notes = _reason(entries, looks, minimize), (*profile.notes, steps.note_of(profile))
         return Plan(
             tuple(entries), minimize, target, reason, notes, tuple(looks), profile.batch_size
         )  # fmt: skip
@@ -227,6 +228,8 @@ def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> str:
     plain = figures.get("sync()")
     unit = {"time": "s", "dollars": "dollars", "bytes": "MB"}[goal]
     unit += " a step" if first.forecast.unknown else ""
+    if first.forecast.relative_steps != 1 and first.forecast.unknown:
+        unit += " with fresh gradients"
     scale = 1e6 if goal == "bytes" else 1.0
     figure = figure_of(first.forecast, goal)
     text = f"{first.text} takes {figure / scale:.3g} {unit}"

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from paceline.core.errors import StalledError
 from paceline.core.policy import Policy
-from paceline.planner.forecast.forecast import Case, Forecast, Outcome, shrinkage, summed
+from paceline.planner.forecast.forecast import (
+    Case,
+    Forecast,
+    Outcome,
+    is_measured,
+    relative_steps,
+    shrinkage,
+    stale_steps,
+    summed,
+)
 from paceline.planner.forecast.predict import fewest_steps
 from paceline.planner.forecast.quadratic import descend, modes_of
 from paceline.planner.forecast.timeline import Timeline
@@ -127,9 +136,9 @@ class Search:
         shrunk, kept = shrinkage(candidate.codec, self._profile)
         timeline = Timeline(candidate.policy, self._profile, self._seed, shrunk)
         timeline.reach(self._steps)
-        steps = timeline.repeated(self._max_steps)
+        reads = timeline.repeated(self._max_steps)
         hits: dict[int, int] = {}  # by the place of the rate
-        for step, losses in enumerate(descend(self._modes, self._rates, steps, self._seed, kept)):
+        for step, losses in enumerate(descend(self._modes, self._rates, reads, self._seed, kept)):
             self._lowest = min(self._lowest, float(losses.min()))
             for place in (losses <= self._target).nonzero()[0].tolist():
                 hits.setdefault(place, step)
@@ -138,8 +147,12 @@ class Search:
             fewest = min(sound.values(), default=0)
             if sound and step >= min(max(SLACK * fewest, _LEAST), self._max_steps - 1):
                 place = max(p for p, at in sound.items() if at <= SLACK * fewest)
-                rate, figure = self._rates[place], self._cost(timeline, sound[place])
-                look = Look(candidate, self.tried, rate, sound[place] + 1, figure)
+                rate = self._rates[place]
+                steps = self._measured(timeline, rate, sound[place] + 1, kept)
+                if not steps:
+                    return None
+                figure = self._cost(timeline, steps - 1)
+                look = Look(candidate, self.tried, rate, steps, figure)
                 # A rate that is free to choose is lowered later, until it is stable.
                 fixed = len(self._rates) == 1
                 unstable = fixed and bool(self._case(look).instability(timeline))
@@ -149,6 +162,16 @@ class Search:
             if not isfinite(losses[-1]):
                 return None
         return None
+
+    def _measured(self, timeline: Timeline, rate: float, steps: int, kept: float) -> int:
+        """Return the steps to the target, as measured if gradients are stale; 0: not reached."""
+        if not is_measured(self._profile, timeline):
+            return steps
+        given = timeline, self._target, rate
+        relative = relative_steps(self._profile, *given)
+        more = self._max_steps, self._seed, kept
+        found = stale_steps(relative, self._modes, *given, *more)
+        return int(found) if found < inf else 0
 
     def _cost(self, timeline: Timeline, step: int) -> float:
         seconds, dollars, size = timeline.at(step)
@@ -242,9 +265,13 @@ class Search:
 
 
 def figure_of(found: Forecast | Outcome, goal: Goal) -> float:
-    """Return the cost to minimize: until the target, or of a step if the steps are unknown."""
+    """Return the cost to minimize: until the target, or of a step if the steps are unknown.
+
+    The step is then one with fresh gradients, or as many stale ones as it takes.
+    """
     if isinstance(found, Forecast) and found.unknown:
-        return found.per_step["seconds" if goal == "time" else goal]
+        step = found.per_step["seconds" if goal == "time" else goal]
+        return step * found.relative_steps
     return {"time": found.seconds, "dollars": found.dollars, "bytes": found.bytes}[goal]
 
 

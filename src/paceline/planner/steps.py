@@ -2,18 +2,25 @@
 
 The planner can forecast the number of steps only for SGD on a measured curvature. Without it,
 policies can still be compared if they need equally many steps. They do if every step averages the
-gradient of one whole batch at the newest model. Stale gradients, local steps and smaller batches
-change the number of steps, so policies that use them are left out.
+gradient of one whole batch at the newest model. Stale gradients need more steps. `pl.profile`
+measures how many more, by training with them. Local steps and smaller batches change the number of
+steps too, so policies that use them are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import nan
+from math import inf, nan
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import StalledError
-from paceline.planner.forecast.forecast import COSTS, step_costs, summed_steps, timed
+from paceline.planner.forecast.forecast import (
+    COSTS,
+    relative_steps,
+    step_costs,
+    summed_steps,
+    timed,
+)
 from paceline.planner.forecast.timeline import Timeline
 from paceline.planner.grid import Candidate
 from paceline.planner.measure.profile import Profile
@@ -22,12 +29,14 @@ from paceline.planner.search import TIE, Entry, Goal, Look, figure_of
 if TYPE_CHECKING:  # which needs torch
     from paceline.codecs.base import Codec
 
-NOTE = (
+_NOTE = (
     "the plan compares policies whose every step averages the gradient of a whole batch at the "
-    "newest model: they need equally many steps. Stale gradients and local steps are left out. "
+    "newest model: they need equally many steps. {stale}. "
     "k_sync, bandit, rennala and ata use the results of fast workers: if workers hold their own "
     "data, the data of slow workers count less"
 )
+_LEFT_OUT = "Stale gradients and local steps are left out"
+_COMPARED = "Stale gradients need more steps, as training showed; local steps are left out"
 _FINALISTS, _SEEDS = 8, 4
 _LOOKS = 0.7  # approximate share of the time for first looks
 _EXACT = 1e-6  # relative, for rounding
@@ -46,16 +55,20 @@ def rank(
     """Return the best candidates, and all first looks, both sorted by the cost of a step."""
     own = (profile.optimizer or {}).get("lr", nan)
     rate = float(own) if learning_rate is None else learning_rate
-    looks, first_costs = [], {}
+    looks, first_costs, relative = [], {}, {}
     for place, candidate in enumerate(candidates):
         on_progress(_LOOKS * place / len(candidates))
         try:
             timeline = timed(candidate.policy, profile, candidate.codec, seed)
         except StalledError:  # it waits for more results than can arrive
             continue
-        if averages_whole_batches(timeline, profile.batch_size):
+        unmeasured = timeline.staleness > 0 and profile.stale_training is None
+        if unmeasured or not averages_whole_batches(timeline, profile.batch_size):
+            continue
+        relative[place] = relative_steps(profile, timeline, target)
+        if relative[place] < inf:
             first_costs[place] = costs = step_costs(timeline)
-            figure = costs[COSTS.index("seconds" if goal == "time" else goal)]
+            figure = costs[COSTS.index("seconds" if goal == "time" else goal)] * relative[place]
             looks.append(Look(candidate, place, rate, 0, figure))
     looks.sort(key=lambda look: look.figure)
     entries = {}
@@ -66,7 +79,8 @@ def rank(
             step_costs(timed(each.policy, profile, each.codec, seed + number))
             for number in range(1, seeds or _SEEDS)
         )
-        found = summed_steps([first_costs[look.place], *more], profile.unknown, target, rate)
+        of_seeds = first_costs[look.place], *more
+        found = summed_steps(of_seeds, profile.unknown, target, rate, relative[look.place])
         entries[look.place] = Entry(str(each), each.policy, each.codec, rate, found)
     ranked = sorted(entries, key=lambda place: figure_of(entries[place].forecast, goal))
     best = figure_of(entries[ranked[0]].forecast, goal)
@@ -76,14 +90,18 @@ def rank(
 
 
 def averages_whole_batches(timeline: Timeline, batch: int) -> bool:
-    """Return whether each step is the mean gradient of a whole batch at the newest model."""
+    """Return whether each step is the mean gradient of a whole batch, at one or more models."""
     return all(
-        len(reads) == 1
-        and (reads[0].age, reads[0].steps) == (0, 1)
-        and abs(reads[0].weight - 1) < _EXACT
-        and reads[0].variance * batch < 1 + _EXACT
+        all(read.steps == 1 for read in reads)
+        and abs(sum(read.weight for read in reads) - 1) < _EXACT
+        and sum(read.weight**2 * read.variance for read in reads) * batch < 1 + _EXACT
         for reads in timeline.reads
     )
+
+
+def note_of(profile: Profile) -> str:
+    """Return what a plan by the cost of a step compares."""
+    return _NOTE.format(stale=_LEFT_OUT if profile.stale_training is None else _COMPARED)
 
 
 def one_codec(codecs: Sequence[Codec | None] | None, unknown: str) -> Codec | None:

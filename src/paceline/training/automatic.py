@@ -42,7 +42,7 @@ def check_auto(policy: str, given: Given) -> None:
 def planned(given: Given, progress: Shown) -> Auto:
     """Measure engine and learner, and plan with the learner's learning rate.
 
-    For an optimizer other than SGD, the plan considers the time per step only.
+    For an optimizer other than SGD, the plan compares the time per step and the relative steps.
     """
     from paceline.planner.auto import Auto
     from paceline.planner.choose import plan
@@ -74,7 +74,7 @@ def planned(given: Given, progress: Shown) -> Auto:
             line.close()
     logger.info("%s", found)
     if found.unknown:
-        logger.warning("planned by the time per step only: %s", found.unknown)
+        logger.warning("planned by the time per step: %s", found.unknown)
     return Auto(measured, found, seed=seed)
 
 

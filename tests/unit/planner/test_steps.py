@@ -44,7 +44,7 @@ def learner_of(optimizer: object, **more: object) -> pl.TorchLearner:
 ENGINE = pl.Simulator(3, [pl.delays.Fixed(0.1), pl.delays.Fixed(0.1), pl.delays.Fixed(1.0)], unit=1)
 
 
-def test_a_profile_names_the_optimizer_and_does_not_measure_for_others_than_sgd() -> None:
+def test_a_profile_names_the_optimizer_and_measures_no_curvature_for_others_than_sgd() -> None:
     adamw = learner_of(partial(torch.optim.AdamW, lr=0.02))
     found = pl.profile(adamw, ENGINE, seconds=20.0, tasks=2)
     assert found.surface is None
@@ -52,6 +52,7 @@ def test_a_profile_names_the_optimizer_and_does_not_measure_for_others_than_sgd(
     assert (found.optimizer["name"], found.optimizer["lr"]) == ("AdamW", 0.02)
     assert found.optimizer["betas"] == [0.9, 0.999]
     assert found.unknown.startswith("the learner's optimizer is AdamW, and the number of steps")
+    assert found.stale_training is not None
     assert pl.planner.Profile.from_json(found.to_json()) == found
     momentum = learner_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     found = pl.profile(momentum, ENGINE, seconds=20.0, tasks=2, warm=0)
@@ -100,9 +101,10 @@ def test_policies_that_need_equally_many_steps_are_ranked_by_their_time() -> Non
         (pl.k_sync(2), True),
         (pl.rennala(3), True),
         (pl.coded(1), True),
-        (pl.asynchronous(), False),
-        (pl.k_async(2), False),
-        (pl.ringmaster(2), False),
+        (pl.asynchronous(), False),  # it gives stale results less weight
+        (pl.asynchronous(damping=False), True),  # of older models
+        (pl.k_async(2), True),
+        (pl.ringmaster(2), True),
         (pl.local_sgd(4), False),
         (pl.policies.Deadline(0.5), False),
     ],
@@ -149,7 +151,7 @@ def test_auto_plans_by_steps_for_adamw(
     adamw = learner_of(partial(torch.optim.AdamW, lr=0.02))
     run = pl.Trainer(adamw, "auto", ENGINE, target=0.5).fit(steps=60)
     assert run.steps == 60
-    assert "planned by the time per step only: the learner's optimizer is AdamW" in caplog.text
+    assert "planned by the time per step: the learner's optimizer is AdamW" in caplog.text
     told = capsys.readouterr().err
     assert "measuring: workers" in told and "planning" in told
     assert "curvature" not in told
@@ -240,6 +242,7 @@ def test_stages_are_told() -> None:
         "curvature",
         "where the gradient points",
         "training",
+        "training with stale gradients",
         "curvature after training",
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite, isnan, nan
+from math import ceil, inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Forecast:
     per_step: the seconds, dollars and bytes of a step.
     unknown: why the steps to the target are unknown; "" if they are known.
     unstable: how the policy diverges at the sharpest curvature measured; "" if it does not.
+    relative_steps: of stale gradients, relative to fresh ones, as measured in training.
     """
 
     seconds: float
@@ -75,6 +76,7 @@ class Forecast:
     per_step: Mapping[str, float] = field(default_factory=dict)
     unknown: str = ""
     unstable: str = ""
+    relative_steps: float = 1.0
 
     def __str__(self) -> str:
         if self.unknown:
@@ -82,13 +84,13 @@ class Forecast:
             return (
                 f"{self.per_step['seconds']:.4g} s a step [{low:.4g}-{high:.4g}], "
                 f"${self.per_step['dollars']:.3g} and {self.per_step['bytes'] / 1e6:.3g} MB a step "
-                f"({self.how}); the steps to a loss are unknown: {self.unknown}"
+                f"({self.how}); the steps to a loss are unknown: {self.unknown}{_more(self)}"
             )
         low, high = self.intervals["seconds"]
         return (
             f"{self.seconds:.4g} s [{low:.4g}-{high:.4g}], {self.steps:.0f} steps, "
             f"${self.dollars:.3g}, {self.bytes / 1e6:.3g} MB, risk {self.risk:.0%} ({self.how})"
-            f"{'; it ' * bool(self.unstable)}{self.unstable}"
+            f"{_more(self)}{'; it ' * bool(self.unstable)}{self.unstable}"
         )
 
     def about(self) -> dict[str, Any]:
@@ -97,6 +99,15 @@ class Forecast:
         data["intervals"] = {name: [*map(_plain, pair)] for name, pair in self.intervals.items()}
         data["per_step"] = {name: _plain(value) for name, value in self.per_step.items()}
         return {name: _plain(value) for name, value in data.items()}
+
+
+def _more(found: Forecast) -> str:
+    """Return how many more steps stale gradients need; "" if there are none."""
+    if found.relative_steps == 1:
+        return ""
+    if found.relative_steps == inf:
+        return "; with gradients this stale the loss hardly fell, as measured"
+    return f"; {found.relative_steps:.2f} times the steps of fresh gradients, as measured"
 
 
 def _plain(value: Any) -> Any:
@@ -143,8 +154,9 @@ def forecast(
             "out, or use a fixed k"
         )
     if unknown:
-        steps = [step_costs(timed(policy, profile, codec, seed + place)) for place in range(seeds)]
-        return summed_steps(steps, unknown, target, learning_rate)
+        steps = [timed(policy, profile, codec, seed + place) for place in range(seeds)]
+        relative = relative_steps(profile, steps[0], target)
+        return summed_steps([*map(step_costs, steps)], unknown, target, learning_rate, relative)
     case = Case(policy, profile, learning_rate, target, codec, max_steps)
     runs = []
     for place in range(seeds):
@@ -190,6 +202,8 @@ class Case:
             return nan
         timeline = Timeline(self.policy, self.profile, seed, shrunk)
         timeline.reach(_CHECKED)
+        if is_measured(self.profile, timeline):
+            return nan
         modes = modes_of(self.profile.known(), self.target)
         return predicted_seconds(modes, timeline, self.learning_rate, self.target)
 
@@ -211,6 +225,7 @@ class Outcome:
     """The cost of one simulated run, and whether it diverged at each steepness.
 
     unstable: how it diverges at the sharpest curvature measured; "" if it does not.
+    relative_steps: of stale gradients, as measured; see `Forecast`.
     """
 
     seconds: float
@@ -219,6 +234,7 @@ class Outcome:
     steps: float
     lost: Sequence[bool]
     unstable: str = ""
+    relative_steps: float = 1.0
 
     @property
     def risk(self) -> float:
@@ -252,9 +268,65 @@ def _timed(case: Case, timeline: Timeline, modes: Modes, kept: float, seed: int)
             break
     lost = (losses > modes.floor + modes.excess).tolist()
     unstable = case.instability(timeline)
+    steps = float(taken) if found else inf
+    given = timeline, case.target, case.learning_rate
+    relative = relative_steps(case.profile, *given)
+    if is_measured(case.profile, timeline):
+        steps = stale_steps(relative, modes, *given, case.max_steps, seed, kept)
+        found = timeline.at(int(steps) - 1) if steps < inf else None
     if found is None:
-        return Outcome(inf, inf, inf, inf, [True, *lost[1:]], unstable)
-    return Outcome(*found, taken, lost, unstable)
+        return Outcome(inf, inf, inf, inf, [True, *lost[1:]], unstable, relative)
+    return Outcome(*found, steps, lost, unstable, relative)
+
+
+def is_measured(profile: Profile, timeline: Timeline) -> bool:
+    """Return whether a policy has stale gradients whose cost was measured in training."""
+    return profile.stale_training is not None and timeline.staleness > 0
+
+
+def relative_steps(
+    profile: Profile, timeline: Timeline, target: float, rate: float | None = None
+) -> float:
+    """Return the steps of a policy with stale gradients relative to fresh ones, as measured.
+
+    It is 1 without stale gradients, or if the profile has no training with them. A policy that
+    gives stale results a lower weight has a lower learning rate for them.
+
+    rate: None for that of the measurement.
+    """
+    measured = profile.stale_training
+    if measured is None or not timeline.staleness:
+        return 1.0
+    reads = [read for each in timeline.reads[len(timeline) // 2 :] for read in each]
+    weight = sum(read.weight for read in reads)
+    staleness = sum(read.age * read.weight for read in reads) / weight
+    each = weight / (len(timeline) - len(timeline) // 2)  # of a step
+    return measured.ratio(staleness, target, each * (measured.lr if rate is None else rate))
+
+
+def stale_steps(
+    relative: float,
+    modes: Modes,
+    timeline: Timeline,
+    target: float,
+    rate: float,
+    max_steps: int,
+    seed: int,
+    kept: float,
+) -> float:
+    """Return the steps to the target with fresh gradients, times the measured ratio.
+
+    A run reports the loss of the models that its results began from.
+    """
+    fresh = (tuple(each._replace(age=0) for each in r) for r in timeline.repeated(max_steps))
+    bearable = replace(modes, sharpest=0.0)
+    for step, (loss,) in enumerate(descend(bearable, [rate], fresh, seed, kept)):
+        if loss <= target:
+            steps = (step + 1) * relative + timeline.staleness
+            return float(ceil(steps)) if steps <= max_steps else inf
+        if loss == inf:
+            break
+    return inf
 
 
 def _watched(case: Case, modes: Modes, seed: int) -> Outcome:
@@ -318,6 +390,7 @@ def summed(runs: Sequence[Outcome], theory: float, target: float, learning_rate:
         seeds=len(runs),
         per_step={name: medians[name] / max(medians["steps"], 1) for name in COSTS},
         unstable=unstable[0] if 2 * len(unstable) >= len(runs) else "",
+        relative_steps=sum(run.relative_steps for run in runs) / len(runs),
     )
 
 
@@ -337,7 +410,11 @@ def step_costs(timeline: Timeline) -> tuple[float, ...]:
 
 
 def summed_steps(
-    costs: Sequence[Sequence[float]], unknown: str, target: float, learning_rate: float
+    costs: Sequence[Sequence[float]],
+    unknown: str,
+    target: float,
+    learning_rate: float,
+    relative_steps: float = 1.0,
 ) -> Forecast:
     """Return the forecast of the cost of a step, over seeds."""
     ordered = [sorted(column) for column in zip(*costs, strict=True)]
@@ -358,6 +435,7 @@ def summed_steps(
         seeds=len(costs),
         per_step=dict(zip(COSTS, middle, strict=True)),
         unknown=unknown,
+        relative_steps=relative_steps,
     )
 
 

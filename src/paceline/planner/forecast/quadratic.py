@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.planner.measure.curvature import Spectrum
 from paceline.planner.measure.profile import Surface
+from paceline.planner.measure.stale_training import steps_to
 
 Vector = NDArray[np.float64]
 
@@ -87,9 +88,10 @@ def modes_of(surface: Surface, target: float = -inf, directions: int | None = No
 
     Curvature h has the share s of the directions, and c of the excess loss E, where c is in
     proportion to s h^q. If training was observed, q lets the loss fall to the target (or to the
-    last observed loss) in as many steps as observed. Otherwise q gives the gradient its measured
-    norm, |g|² = 2 E Σ c h. If the gradient alone explains the loss by g.H⁻¹g / 2, its share w of
-    each curvature is known. Then c is in proportion to w h^q / h; for a quadratic q is 0.
+    last observed loss) in as many steps as observed. Steps between two points are interpolated.
+    Otherwise q gives the gradient its measured norm, |g|² = 2 E Σ c h. If the gradient alone
+    explains the loss by g.H⁻¹g / 2, its share w of each curvature is known. Then c is in proportion
+    to w h^q / h; for a quadratic q is 0.
 
     directions: their total number, equally many of each curvature whatever its share; more of
         them bring the loss closer to its expectation.
@@ -138,7 +140,9 @@ def _matched(values: Vector, shares: Vector, surface: Surface, target: float) ->
     rate, curve = surface.trained or (0.0, ())
     fallen = [(steps, loss) for steps, loss in curve if surface.floor < loss < surface.loss]
     if fallen:
-        steps, loss = next((each for each in fallen if each[1] <= target), fallen[-1])
+        steps, loss = float(fallen[-1][0]), fallen[-1][1]
+        if fallen[-1][1] < target < surface.loss:
+            steps, loss = steps_to(((0, surface.loss), *curve), target), target
         wanted = 1 - (loss - surface.floor) / excess
         speed = 1 - np.minimum((1 - rate * values) ** 2, 1.0) ** steps  # share lost by then
     low, high = -8.0, 8.0

@@ -45,7 +45,8 @@ from paceline.planner.measure.budget import Budget, OnProgress
 from paceline.planner.measure.curvature import Curvature, NoCurvature, Spectrum, measure_curvature
 from paceline.planner.measure.gradient_spectrum import gradient_spectrum
 from paceline.planner.measure.profile import SGD, Profile, Surface, WorkerProfile
-from paceline.policies.named import rennala
+from paceline.planner.measure.stale_training import StaleTraining, compared, diverged, smoothed
+from paceline.policies.named import rennala, ringmaster
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.metrics import Meter
 
@@ -58,6 +59,8 @@ LONGEST = 5
 """Limit of a measurement, in multiples of its seconds, for workers without a first result."""
 EDGE = 1.98
 """Multiple of 1 / rate up to which curvature grows in training (the edge of stability is at 2)."""
+SCHEDULED = 0, 100, 1000
+"""Steps whose largest learning rate stands for that of a schedule."""
 LOCAL, PARTS = Work(steps=2), Work(parts={0: 1.0})  # work that not all learners support
 
 
@@ -112,16 +115,17 @@ def profile(
 
     Each worker computes shares of 1/n of the batch at its own speed; the time of more samples is
     assumed to grow in proportion. The learner itself does not change. With an optimizer other than
-    SGD the loss is not measured, since it does not tell the steps to a target.
+    SGD the curvature is not measured, since it does not tell the steps to a target.
 
     seconds: on the engine's clock, from the first results of all workers on; `sizes` adds a third.
     tasks: limit of tasks of each worker.
     floor: the loss of the best model.
     sizes: whether to send encoded messages as well, which separates latency from bandwidth.
     warm: steps of training, for at most `seconds` seconds, before loss and curvature are measured
-        again: in most nets the curvature grows severalfold. 0 skips the training.
+        again: in most nets the curvature grows severalfold. As many steps with stale gradients
+        tell what these cost. 0 skips the training.
     loss_seconds: wall-clock seconds for measuring the loss and its curvature, and half as many
-        again for the steps of training. On slow models fewer samples are used; if even that takes
+        again for each training. On slow models fewer samples are used; if even that takes
         longer, the profile has no curvature, and its notes say so.
     on_progress: called with the name of the measurement, and the share of it that is done.
     """
@@ -157,20 +161,46 @@ def profile(
             codes=_can(learner, PARTS),
             optimizer=optimizer_of(learner),
         )
-        if isinstance(learner, TimingOnly) or not is_sgd(learner):
+        if isinstance(learner, TimingOnly):
             return found
-        try:
-            surface = measure_loss_surface(
-                learner, floor=floor, seconds=0.75 * loss_seconds, on_progress=told
-            )  # fmt: skip
-        except NoCurvature as error:
-            return replace(found, notes=(*found.notes, f"without curvature: {error}"))
-        if not warm or surface.plain:
-            return replace(found, surface=surface)
-        told("training", 0.0)
-        budget = Budget(loss_seconds / 2, partial(told, "training"))
-        later, losses = _trained(learner, engine, seconds, warm, seed, budget)
+        surface = None
+        if is_sgd(learner):
+            try:
+                surface = measure_loss_surface(
+                    learner, floor=floor, seconds=0.75 * loss_seconds, on_progress=told
+                )  # fmt: skip
+            except NoCurvature as error:
+                found = replace(found, notes=(*found.notes, f"without curvature: {error}"))
+            found = replace(found, surface=surface)
+        if not warm or (surface is not None and surface.plain):
+            return found
+        training = _Training(learner, engine, seconds, seed, loss_seconds / 2, told)
+        later, losses, _ = training.run("training", rennala(engine.size), warm)
+        found = replace(found, stale_training=_stale(found, training, losses))
+    if surface is None:
+        return found
     return _with_training(found, learner, surface, later, losses, loss_seconds / 4, told)
+
+
+def _stale(
+    found: Profile, training: _Training, fresh: Sequence[float]
+) -> StaleTraining | None:  # fmt: skip
+    """Train as many steps with stale gradients; None if there is nothing to compare."""
+    learner, steps = training.learner, len(fresh)
+    if found.size < 2 or not steps or not np.isfinite(fresh).all():
+        return None
+    try:  # a schedule may begin lower
+        rates = [learner.rate(version) for version in range(steps)]
+        lr = sgd_equivalent_lr(learner) * sum(rates) / steps / max(map(learner.rate, SCHEDULED))
+    except ValueError:  # another optimizer, whose rate is not changed, or a rate of 0
+        lr = float((found.optimizer or {}).get("lr", 0.0))
+    if not lr > 0:
+        return None
+    # Without a bound, the results of the slowest workers alone may diverge.
+    policy, what = ringmaster(found.size), "training with stale gradients"
+    # The first results of all workers report the loss of the first model.
+    _, stale, ages = training.run(what, policy, steps + found.size, bounded=True)
+    return compared(lr, fresh, stale, ages)
 
 
 def _with_training(
@@ -200,7 +230,7 @@ def _with_training(
     surface = replace(surface, sharpest=then.top)
     with contextlib.suppress(ValueError):  # raised for a schedule whose rate is 0
         rate = sgd_equivalent_lr(learner)
-        curve = (*_thinned(losses), (len(losses), then.loss))
+        curve = (*smoothed(losses), (len(losses), then.loss))
         surface = replace(surface, trained=(rate, curve))
         if then.loss < surface.loss:  # the loss fell, so this is not too sharp
             surface = replace(surface, sharpest=min(then.top, EDGE / rate))
@@ -215,40 +245,50 @@ def _can(learner: Learner, work: Work) -> bool:
     return True
 
 
-def _trained(
-    learner: Learner,
-    engine: TrainingEngine,
-    seconds: float,
-    steps: int,
-    seed: int,
-    budget: Budget,
-) -> tuple[Array, list[float]]:
-    """Return the model after some steps of the faster workers, and the loss before each step."""
-    policy = Until(MinWorkers(engine.size, rennala(engine.size)), steps, seconds)
-    header = Header("", learner.batch_size)
-    coordinator = Coordinator(policy, learner.batch_size, Journal(header, keep=False))
-    server, meter = learner.server(), Meter.begin(header)
-    wants, size = frozenset[Want]({"loss"}), engine.size
-    engine.open(Job(learner=learner, server=server, wants=wants, seed=seed, min_workers=size))
-    try:
-        for _, entry in drive({MAIN: coordinator}, engine):
-            meter.observe(entry)
-            budget.report(len(meter.columns["loss"]) / steps)
-            if budget.is_over and meter.columns["loss"]:
-                break
-        engine.settle()
-    finally:
-        engine.close()
-    return np.array(server.vector), list(meter.columns["loss"])
+@dataclass(frozen=True)
+class _Training:
+    """Some steps of training from the first model, on a copy of the learner.
 
+    seconds: limit on the engine's clock.
+    limit: of wall-clock seconds.
+    """
 
-def _thinned(losses: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yield numbers of steps, each a quarter above the last, with the mean loss around each."""
-    steps = 2
-    while steps < len(losses) - 1:
-        near = losses[max(round(0.8 * steps), 1) : round(1.2 * steps) + 1]
-        yield steps, sum(near) / len(near)
-        steps = max(steps + 1, round(1.25 * steps))
+    learner: Learner
+    engine: TrainingEngine
+    seconds: float
+    seed: int
+    limit: float
+    on_progress: OnProgress
+
+    def run(
+        self, what: str, policy: Policy, steps: int, bounded: bool = False
+    ) -> tuple[Array, list[float], list[float]]:
+        """Return the model after the steps, and the loss and the staleness that each reports.
+
+        bounded: whether it ends early if the loss diverges.
+        """
+        self.on_progress(what, 0.0)
+        learner, engine = self.learner, self.engine
+        budget = Budget(self.limit, partial(self.on_progress, what))
+        policy = Until(MinWorkers(engine.size, policy), steps, self.seconds)
+        header = Header("", learner.batch_size)
+        coordinator = Coordinator(policy, learner.batch_size, Journal(header, keep=False))
+        server, meter = learner.server(), Meter.begin(header)
+        wants, size = frozenset[Want]({"loss"}), engine.size
+        engine.open(
+            Job(learner=learner, server=server, wants=wants, seed=self.seed, min_workers=size)
+        )
+        losses = meter.columns["loss"]
+        try:
+            for _, entry in drive({MAIN: coordinator}, engine):
+                meter.observe(entry)
+                budget.report(len(losses) / steps)
+                if losses and (budget.is_over or (bounded and diverged(losses[-1], losses[0]))):
+                    break
+            engine.settle()
+        finally:
+            engine.close()
+        return np.array(server.vector), list(losses), list(meter.columns["staleness"])
 
 
 def _probe(
@@ -308,8 +348,7 @@ def sgd_equivalent_lr(learner: Learner) -> float:
     It is the largest learning rate of the schedule at the steps 0, 100 and 1000, divided by 1 - β
     if there is momentum. With an outer optimizer it is the product of both learning rates.
     """
-    steps = 0, 100, 1000
-    rate = max(learner.rate(version) for version in steps)
+    rate = max(map(learner.rate, SCHEDULED))
     outer, inner = getattr(learner, "outer", None), getattr(learner, "optimizer", None)
     for make in (outer, inner):
         if make is None:
@@ -326,7 +365,7 @@ def sgd_equivalent_lr(learner: Learner) -> float:
             )
         # The server keeps its momentum; workers restart theirs with each task.
         rate /= 1 - group.get("momentum", 0.0) if make is outer or outer is None else 1.0
-        rate *= max(map(rates.at, steps)) if outer is not None and make is inner else 1.0
+        rate *= max(map(rates.at, SCHEDULED)) if outer is not None and make is inner else 1.0
     if not rate > 0:
         raise ValueError(
             "the learning rate is 0 at the steps 0, 100 and 1000, so nothing can be planned; "

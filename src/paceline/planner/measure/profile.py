@@ -18,6 +18,7 @@ from paceline.delays.links import Link
 from paceline.delays.models import Delay
 from paceline.engines.simulator import Simulator
 from paceline.planner.measure.curvature import NoCurvature, Spectrum
+from paceline.planner.measure.stale_training import Curve, StaleTraining
 
 FORMAT = 2
 SGD = "SGD"
@@ -84,7 +85,7 @@ class Surface:
     pull: Spectrum = ()
     plain: bool = False
     sharpest: float = 0.0
-    trained: tuple[float, tuple[tuple[int, float], ...]] | None = None
+    trained: tuple[float, Curve] | None = None
 
     def __post_init__(self) -> None:
         if not self.floor < self.loss < inf:
@@ -135,6 +136,8 @@ class Profile:
     codes: bool = True  # whether it can compute parts of a batch separately
     optimizer: Mapping[str, Any] | None = None
     """Its name and settings, and under "outer" those of the outer optimizer; None: SGD."""
+    stale_training: StaleTraining | None = None
+    """Training with fresh and with stale gradients; None if it was not measured."""
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -207,11 +210,11 @@ class Profile:
             }
             for name, worker in self.workers.items()
         }
-        surface = None if self.surface is None else encode(_values(self.surface))
+        parts = {"surface": self.surface, "stale_training": self.stale_training}
         data = {
             "format": FORMAT,
             "workers": workers,
-            "surface": surface,
+            **{name: part and encode(_values(part)) for name, part in parts.items()},
             "prices": encode(self.prices),
             "notes": list(self.notes),
             "optimizer": None if self.optimizer is None else dict(self.optimizer),
@@ -235,12 +238,14 @@ class Profile:
             for name, each in data["workers"].items()
         }
         surface = None if data["surface"] is None else Surface(**decode(data["surface"]))
+        stale = data.get("stale_training")  # files of before lack it
         prices, notes = decode(data["prices"]), tuple(data["notes"])
         plain = {name: data[name] for name in _PLAIN}
         if data["format"] == FORMAT:
             plain["optimizer"] = _settings(data["optimizer"])
         else:
             notes += (_OLDER,)
+        plain["stale_training"] = None if stale is None else StaleTraining(**decode(stale))
         return cls(workers, prices=prices, surface=surface, notes=notes, **plain)
 
     def save(self, path: Path | str) -> None:
