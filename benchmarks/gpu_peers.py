@@ -37,11 +37,11 @@ STEPS, WARM = 40, 10  # of a block; WARM: the first of them, which are not count
 KINDS = {  # kind of learning rate of each arm
     "ddp": "step",
     "ddp + shares": "step",
-    "diloco": "local, kept",
+    "diloco": "local",
     "sync": "step",
     "sync + shares": "step",
-    "local_sgd": "local, fresh",
-    "local_sgd + shares": "local, fresh",
+    "local_sgd": "local",
+    "local_sgd + shares": "local",
 }
 OURS = ("sync", "sync + shares", "local_sgd", "local_sgd + shares")
 

@@ -26,6 +26,7 @@ METHODS: dict[str, Codec] = {
     "all": pl.codecs.Lazy(),
     "LAG": pl.codecs.Lazy(pl.codecs.Lag(workers=1)),
     "EF21, top 10 %": pl.codecs.Lazy(codec=pl.codecs.TopK(0.1)),
+    "EF21-SGDM, top 10 %": pl.codecs.Lazy(codec=pl.codecs.TopK(0.1), momentum=0.9),
     "top 10 %, feedback": pl.codecs.Feedback(pl.codecs.TopK(0.1)),
 }
 

@@ -11,6 +11,7 @@ FUNCTIONS = {
     "diloco": "diloco",
     "session + shares": "session",
     "local_steps": "local_steps",
+    "local_steps + overlap": "local_steps",
     "torchft": "per_step",
     "torchft diloco": "diloco",
 }

@@ -36,6 +36,7 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         collate=as_it_is,
         micro_batch=order.batch // PIECES if pieces else None,
         outer=order.outer_optimizer if local else None,
+        inner="kept" if local else None,
         folder=order.folder,
         on=order.ips[0],
         unit=LOCAL if local else 1,

@@ -24,15 +24,14 @@ TARGET = {"cnn": 0.6, "gpt": 2.5}
 EASY = {"cnn": 1.5, "gpt": 3.0}  # for a short look
 
 # By kind of arm and model: learning rate, and that of the outer step with its momentum. They were
-# chosen by `python benchmarks/peers.py --tune [--model gpt]`. AdamW of the GPT is always kept.
+# chosen by `python benchmarks/peers.py --tune [--model gpt]`. Local steps keep their momentum.
 RATES: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {
     ("step", "cnn"): (0.1, (1.0, 0.0)),
-    ("local, kept", "cnn"): (0.2, (1.0, 0.0)),
-    ("local, fresh", "cnn"): (0.1, (0.7, 0.9)),
+    ("local", "cnn"): (0.2, (1.0, 0.0)),
     ("step, few", "cnn"): (0.1, (1.0, 0.0)),  # not tuned: as "step"
-    ("local, few", "cnn"): (0.2, (1.0, 0.0)),  # not tuned: as "local, kept"
+    ("local, few", "cnn"): (0.2, (1.0, 0.0)),  # not tuned: as "local"
     ("step", "gpt"): (1e-3, (1.0, 0.0)),
-    ("local, kept", "gpt"): (1e-3, (1.0, 0.0)),
+    ("local", "gpt"): (1e-3, (1.0, 0.0)),
     ("step, few", "gpt"): (1e-3, (1.0, 0.0)),
     ("local, few", "gpt"): (3e-3, (1.0, 0.0)),
 }
@@ -104,7 +103,7 @@ def look(kind: str, order: Order, most: int) -> Look:
         batch_size=order.batch,
         collate=as_it_is,
         outer=order.outer_optimizer if local else None,
-        inner="fresh" if kind == "local, fresh" else "kept" if local else None,
+        inner="kept" if local else None,
     )
     codec, model_codec = CODECS.get(order.arm, (None, None))
     found = Look(order.model, LOCAL if local else 1, most)

@@ -43,7 +43,7 @@ def local_steps(order: Order, watch: Watch, host: int) -> None:
     share = order.batch // order.hosts
     with pl.local_steps(
         model, optimizer, every=LOCAL, outer=order.outer_optimizer, run=order.run,
-        workers=(order.first, order.hosts), address=order.address,
+        workers=(order.first, order.hosts), address=order.address, overlap="overlap" in order.arm,
     ) as outer:  # fmt: skip
         watch.begin(0, model)
         for step in count():
@@ -53,11 +53,15 @@ def local_steps(order: Order, watch: Watch, host: int) -> None:
             loss.backward()
             optimizer.step()
             outer.report(loss)
-            if watch.stepped(step + 1, model) or outer.ended:
+            if watch.stepped(step + 1, model, outer.version * LOCAL) or outer.ended:
                 return
 
 
-ARMS = {"session + shares": session, "local_steps": local_steps}
+ARMS = {
+    "session + shares": session,
+    "local_steps": local_steps,
+    "local_steps + overlap": local_steps,
+}
 
 
 def main(host: int, address: str, ip: str) -> None:

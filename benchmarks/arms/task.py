@@ -137,13 +137,16 @@ class Watch:
         self._due = step
         self._keep(step, model)
 
-    def stepped(self, step: int, model: nn.Module) -> bool:
-        """Report a step and keep its model if it is time; return whether the run is over."""
+    def stepped(self, step: int, model: nn.Module, met: int | None = None) -> bool:
+        """Report a step and keep its model if it is time; return whether the run is over.
+
+        met: the step up to which the model has the changes of all hosts, if that is an earlier one.
+        """
         if self._order.device != "cpu":
             torch.cuda.synchronize()  # the step has ended
         if self.speaks:
             report(self._folder, step, step * self._order.batch)
-        self._keep(step, model)
+        self._keep(step if met is None else met, model)
         return self.over(step)
 
     def over(self, step: int) -> bool:

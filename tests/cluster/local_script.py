@@ -56,7 +56,7 @@ def train(folder: Path, kind: str, overlap: bool) -> None:
         process_group=group,
         journal=folder / "run.jsonl",
     )
-    step = 0
+    step, versions = 0, [outer.version]
     while not outer.ended and step < 500:
         inputs, targets = batch(worker, rank, step)
         loss = nn.functional.mse_loss(model(inputs), targets)
@@ -66,9 +66,11 @@ def train(folder: Path, kind: str, overlap: bool) -> None:
             outer.report(loss)
         optimizer.step()
         step += 1
+        versions.append(outer.version)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if rank == 0:
+        assert versions == sorted(versions) and versions[-1] == ROUNDS, versions
         torch.save(dict(state), folder / f"{worker}.pt")
         (folder / f"{worker}.txt").write_text(f"{step} {outer.rounds} {outer.ended}")
     if kind != "alone":

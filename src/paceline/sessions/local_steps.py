@@ -189,6 +189,13 @@ class LocalSteps:
         return "" if self._ended is None else self._ended.reason
 
     @property
+    def version(self) -> int:
+        """The outer steps that the model here contains."""
+        if self._ended is not None:
+            return self._ended.step
+        return 0 if self._turn is None else self._turn.task.version
+
+    @property
     def worker(self) -> str | None:
         """The name of this worker in the run: w0, w1, …; None in other processes of a group."""
         return None if self._connection is None else self._connection.name
