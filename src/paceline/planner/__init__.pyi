@@ -8,4 +8,5 @@ from .measure.probe import sgd_equivalent_lr as sgd_equivalent_lr
 from .measure.profile import Profile as Profile
 from .measure.profile import Surface as Surface
 from .measure.profile import WorkerProfile as WorkerProfile
+from .measure.stale_training import StaleTraining as StaleTraining
 from .theory.asynchrony import max_stable_lr as max_stable_lr

@@ -1,4 +1,4 @@
-"""A policy that follows a plan, and plans again when the speed of workers changes."""
+"""A policy that follows a plan, and plans again when workers or training differ from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from paceline.planner.choose import Plan, plan
 from paceline.planner.forecast.forecast import shrinkage
 from paceline.planner.grid import candidates
 from paceline.planner.measure.profile import Profile, WorkerProfile
+from paceline.planner.measure.stale_training import Curve, StaleTraining, steps_to
 
 logger = logger_of(__name__)
 
@@ -84,13 +85,14 @@ class Seen:
 
 
 class Auto(Policy):
-    """Runs the first policy of a plan, and plans again when the speed of workers changes.
+    """Runs the first policy of a plan, and plans again when workers or training differ from it.
 
     It compares each worker's newest tasks with its profile. If they differ significantly, and by
-    a factor of 1.3 or more, it updates the profile and plans the rest of the run. If another policy
-    is then better by 5 %, it cancels all tasks, discards held results and switches to that policy.
-    Batch size, learning rate and codec do not change. Planning takes some seconds, in which the
-    run makes no other decision.
+    a factor of 1.3 or more, it updates the profile and plans the rest of the run. It does the same
+    if stale gradients take 1.3 times the steps that were forecast, or more, to the losses that the
+    profile's training reached. If another policy is then better by 5 %, it cancels all tasks,
+    discards held results and switches to that policy. Batch size, learning rate and codec do not
+    change. Planning takes some seconds, in which the run makes no other decision.
 
     profile: the profile that the plan was made from.
     """
@@ -108,7 +110,7 @@ class Auto(Policy):
         self._seen: dict[WorkerId, Seen] = {}
         self._behind: set[WorkerId] = set()  # workers whose last task was cancelled
         self._since = 0  # the version of the last comparison
-        self._losses: list[float] = []
+        self._losses: list[tuple[float, float]] = []  # of the newest results, with their staleness
 
     def __repr__(self) -> str:
         return f"Auto(target={self.plan.target:g}, goal={self.plan.goal!r})"
@@ -170,7 +172,8 @@ class Auto(Policy):
         result = view.held[event.task]
         worker = result.task.worker
         if "loss" in result.stats:
-            self._losses = [*self._losses, result.stats["loss"]][-NEWEST:]
+            news = result.stats["loss"], float(view.version - result.task.version)
+            self._losses = [*self._losses, news][-NEWEST:]
         if result.samples:
             way = max(result.at - result.task.since - result.seconds, 0.0)
             # After a cancelled task, it may have waited for that task to end.
@@ -213,7 +216,7 @@ class Auto(Policy):
     # --- whether workers have changed ------------------------------------------------------------
 
     def _anew(self, view: View) -> Policy | None:
-        """Return another policy if workers have changed and it is better now, else None."""
+        """Return another policy if something has changed and it is better now, else None."""
         workers = dict(self.profile.workers)
         told = []
         for name, known in self.profile.workers.items():
@@ -222,10 +225,14 @@ class Auto(Policy):
                 workers[name] = changed
                 told.append(f"{name} {text}")
         surface = self.profile.surface
-        loss = sum(self._losses) / max(len(self._losses), 1)
+        loss, staleness = np.mean(self._losses or [(nan, 0.0)], axis=0).tolist()
+        cost, text = self._cost(view.version - NEWEST / 2 - staleness, loss, staleness)
+        if cost is not None:
+            told.append(text)
         if not told or not self.plan.target < loss < inf:
             return None
-        self.profile = replace(self.profile, workers=workers)
+        cost = cost or self.profile.stale_training
+        self.profile = replace(self.profile, workers=workers, stale_training=cost)
         self._seen, self._behind = {}, set()
         left = replace(self.profile, surface=surface and surface.lowered(loss))
         chosen, text = self._better(left)
@@ -281,6 +288,29 @@ class Auto(Policy):
         newer = np.array(seen.seconds), np.array(seen.whole)
         return log_rank((usual, np.ones(size, dtype=bool)), newer, known.autocorrelation) < SURE
 
+    def _cost(
+        self, steps: float, loss: float, staleness: float
+    ) -> tuple[StaleTraining | None, str]:  # fmt: skip
+        """Return the cost of stale gradients as it is, and a text; None if it is as expected.
+
+        steps: after which the loss was reached. It is compared while fresh gradients, as profiled,
+            had not reached a lower one.
+        """
+        known = self.profile.stale_training
+        if known is None or not staleness or steps < EVERY or not isfinite(loss):
+            return None, ""
+        usual, first = steps_to(known.fresh, loss), known.fresh[0]
+        rate = known.lr if self.plan.unknown else self.plan.learning_rate
+        expected = known.ratio(staleness, loss, rate)
+        if not steps > CHANGED * expected * usual:
+            return None, ""
+        if loss < first[1]:
+            stale: Curve = (first, (round(steps), loss))
+            text = f"stale gradients take {steps / usual:.2g} times the steps of fresh ones"
+        else:
+            stale, text = (first,), "the loss does not fall with stale gradients"
+        return StaleTraining(rate, staleness, known.fresh, stale), text
+
     def _better(self, left: Profile) -> tuple[Policy | None, str]:
         """Plan the rest of the run; return a better policy or None, and a text for the log."""
         rate, codec = None if self.plan.unknown else self.plan.learning_rate, self.plan.codec
@@ -309,7 +339,7 @@ class Auto(Policy):
             "seen": {w: [s.seconds, s.whole, s.ways] for w, s in self._seen.items()},
             "behind": self._behind,
             "since": self._since,
-            "losses": self._losses,
+            "losses": [list(each) for each in self._losses],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,4 +357,5 @@ class Auto(Policy):
         self.changes = list(state["changes"])
         self._seen = {worker: Seen(*lists) for worker, lists in state["seen"].items()}
         self._behind, self._since = set(state["behind"]), state["since"]
-        self._losses = list(state["losses"])
+        losses = state["losses"]  # of version 0.1 without their staleness
+        self._losses = [(x, 0.0) if isinstance(x, float) else (x[0], x[1]) for x in losses]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from paceline.core.policy import Policy
 from paceline.delays.fit import fit
 from paceline.delays.models import Delay
 from paceline.planner.auto import Seen
+from paceline.planner.measure.stale_training import smoothed
 from paceline.planner.search import Entry
 
 TARGET, RATE = 0.4, 0.06
@@ -26,10 +28,12 @@ PROFILE = pl.planner.Profile(
 )
 
 
-def planned(policy: Policy, profile: pl.planner.Profile = PROFILE) -> pl.planner.Auto:
+def planned(
+    policy: Policy, profile: pl.planner.Profile = PROFILE, rate: float = RATE
+) -> pl.planner.Auto:
     """Do as if this policy had been planned."""
-    found = pl.forecast(policy, profile, learning_rate=RATE, target=TARGET, seeds=1)
-    plan = pl.planner.Plan((Entry("it", policy, None, RATE, found),), "time", TARGET, "")
+    found = pl.forecast(policy, profile, learning_rate=rate, target=TARGET, seeds=1)
+    plan = pl.planner.Plan((Entry("it", policy, None, rate, found),), "time", TARGET, "")
     return pl.planner.Auto(profile, plan)
 
 
@@ -168,6 +172,39 @@ def test_the_trainer_measures_and_plans_by_itself() -> None:
     assert isinstance(run.policy, pl.planner.Auto)
     assert "  forecast  " in run.summary()
     assert run.meter.columns["loss"][-1] <= TARGET
+
+
+@pytest.mark.parametrize(("rate", "told"), [(0.2, ""), (0.5, "the loss does not fall with stale")])
+def test_stale_gradients_that_cost_more_than_forecast_are_given_up(rate: float, told: str) -> None:
+    """The profile says that they cost nothing. At the higher learning rate they diverge."""
+    learner = replace(LEARNER, lr=rate, noise=0.01)
+
+    def train(policy: Policy) -> pl.Run:
+        engine = pl.Simulator(6, STEADY, unit=1)
+        return pl.Trainer(learner, policy, engine, progress=False).fit(steps=100)
+
+    losses = train(pl.sync()).meter.columns["loss"]
+    fresh = (0, losses[0]), *smoothed(losses)
+    profile = replace(
+        PROFILE,
+        surface=pl.planner.measure_loss_surface(learner),
+        stale_training=pl.planner.StaleTraining(rate, 5.0, fresh, fresh),
+    )
+    run = train(planned(pl.ringmaster(6), profile, rate))
+    assert run.meter.columns["loss"][-1] <= TARGET
+    changes = run.policy.changes  # type: ignore[attr-defined]
+    assert len(changes) == bool(told)
+    if told:
+        assert told in changes[0] and "the policy becomes" in changes[0]
+        stale = train(pl.ringmaster(6)).meter.columns["loss"]
+        assert stale[-1] > stale[0]
+    assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
+
+
+def test_losses_of_older_checkpoints_are_read() -> None:
+    policy = planned(pl.sync())
+    policy.load_state_dict({**policy.state_dict(), "losses": [0.5]})
+    assert policy.state_dict()["losses"] == [[0.5, 0.0]]
 
 
 def test_another_engine_or_batch_is_refused() -> None:
