@@ -67,10 +67,11 @@ def train(folder: Path, kind: str, overlap: bool) -> None:
         optimizer.step()
         step += 1
         versions.append(outer.version)
+    assert versions == sorted(versions) and versions[-1] == ROUNDS, versions
+    assert overlap or versions == [each // EVERY for each in range(step + 1)], versions
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if rank == 0:
-        assert versions == sorted(versions) and versions[-1] == ROUNDS, versions
         torch.save(dict(state), folder / f"{worker}.pt")
         (folder / f"{worker}.txt").write_text(f"{step} {outer.rounds} {outer.ended}")
     if kind != "alone":

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, isfinite, nan
+from math import inf, isclose, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ from paceline.planner.choose import Plan, plan
 from paceline.planner.forecast.forecast import shrinkage
 from paceline.planner.grid import candidates
 from paceline.planner.measure.profile import Profile, WorkerProfile
-from paceline.planner.measure.stale_training import Curve, StaleTraining, steps_to
+from paceline.planner.measure.stale_training import StaleTraining, steps_to
+from paceline.policies.gather import Gather, mean
 
 logger = logger_of(__name__)
 
@@ -89,8 +90,8 @@ class Auto(Policy):
 
     It compares each worker's newest tasks with its profile. If they differ significantly, and by
     a factor of 1.3 or more, it updates the profile and plans the rest of the run. It does the same
-    if stale gradients take 1.3 times the steps that were forecast, or more, to the losses that the
-    profile's training reached. If another policy is then better by 5 %, it cancels all tasks,
+    if stale gradients take at least 1.3 times the steps that the profile's training suggests, and
+    20 more. If another policy is then better by 5 %, it cancels all tasks,
     discards held results and switches to that policy. Batch size, learning rate and codec do not
     change. Planning takes some seconds, in which the run makes no other decision.
 
@@ -172,8 +173,8 @@ class Auto(Policy):
         result = view.held[event.task]
         worker = result.task.worker
         if "loss" in result.stats:
-            news = result.stats["loss"], float(view.version - result.task.version)
-            self._losses = [*self._losses, news][-NEWEST:]
+            newest = result.stats["loss"], float(view.version - result.task.version)
+            self._losses = [*self._losses, newest][-NEWEST:]
         if result.samples:
             way = max(result.at - result.task.since - result.seconds, 0.0)
             # After a cancelled task, it may have waited for that task to end.
@@ -293,23 +294,37 @@ class Auto(Policy):
     ) -> tuple[StaleTraining | None, str]:  # fmt: skip
         """Return the cost of stale gradients as it is, and a text; None if it is as expected.
 
-        steps: after which the loss was reached. It is compared while fresh gradients, as profiled,
-            had not reached a lower one.
+        steps: after which the loss was reached. Losses that fresh gradients did not reach in the
+            profile are not compared.
         """
         known = self.profile.stale_training
-        if known is None or not staleness or steps < EVERY or not isfinite(loss):
+        if known is None or not staleness or not isfinite(loss) or not self._is_as_profiled(known):
             return None, ""
-        usual, first = steps_to(known.fresh, loss), known.fresh[0]
-        rate = known.lr if self.plan.unknown else self.plan.learning_rate
-        expected = known.ratio(staleness, loss, rate)
-        if not steps > CHANGED * expected * usual:
+        first, lowest = known.fresh[0], min(each for _, each in known.fresh)
+        if loss > first[1] + (first[1] - lowest) / 2:  # far more than noise
+            stale, text = (first,), "the loss rises with stale gradients"
+            return replace(known, staleness=staleness, stale=stale), text
+        above = [place for place, (_, each) in enumerate(known.fresh) if each > loss]
+        if not above:
             return None, ""
-        if loss < first[1]:
-            stale: Curve = (first, (round(steps), loss))
-            text = f"stale gradients take {steps / usual:.2g} times the steps of fresh ones"
-        else:
-            stale, text = (first,), "the loss does not fall with stale gradients"
-        return StaleTraining(rate, staleness, known.fresh, stale), text
+        usual = steps_to(known.fresh[above[-1] :], loss)  # the last time, since losses are noisy
+        expected = usual * known.ratio(staleness, loss)
+        if not steps > max(CHANGED * expected, expected + EVERY):
+            return None, ""
+        points = first, (round(steps), loss)
+        text = f"stale gradients take {steps / usual:.2g} times the steps of fresh ones"
+        return replace(known, staleness=staleness, stale=points), text
+
+    def _is_as_profiled(self, known: StaleTraining) -> bool:
+        """Return whether steps differ from the profile's training by their staleness alone."""
+        inner = self.current.innermost
+        return (
+            describe(self.current) == describe(self.plan.policy)  # from the first step on
+            and isinstance(inner, Gather)
+            and inner.combine is mean
+            and shrinkage(self.plan.codec, self.profile)[1] == 1
+            and (bool(self.plan.unknown) or isclose(self.plan.learning_rate, known.lr, rel_tol=0.1))
+        )
 
     def _better(self, left: Profile) -> tuple[Policy | None, str]:
         """Plan the rest of the run; return a better policy or None, and a text for the log."""

@@ -129,7 +129,7 @@ class LocalSteps:
     ) -> None:
         self.run, self.model, self.rounds, self.wasted = run, model, 0, 0
         self._every, self._overlap, self._group = every, overlap, group
-        self._taken = 0  # steps of this round
+        self._taken = self._version = 0  # steps of this round; outer steps of the model here
         self._loss: Tensor | float | None = None
         self._turn: Turn | None = None
         self._ended: RunEnded | None = None
@@ -191,9 +191,7 @@ class LocalSteps:
     @property
     def version(self) -> int:
         """The outer steps that the model here contains."""
-        if self._ended is not None:
-            return self._ended.step
-        return 0 if self._turn is None else self._turn.task.version
+        return self._version
 
     @property
     def worker(self) -> str | None:
@@ -253,8 +251,11 @@ class LocalSteps:
                 model = self._turn.model
             except RunEnded as found:
                 end, model = found, found.model
-        reason, failed = self._group.share((end and end.reason, end is not None and end.failed))
+        version = self._turn.task.version if self._turn is not None else 0
+        ended = end and end.reason, end is not None and end.failed, end.step if end else version
+        reason, failed, version = self._group.share(ended)
         if reason is None:
+            self._version = version
             return model if self._group.leads else np.zeros(0, np.float32)
         self._ended, self._turn = end or RunEnded(reason, failed, None), None
         if failed:
@@ -262,6 +263,7 @@ class LocalSteps:
         logger.info("run %s has ended: %s", self.run, reason)
         if self._group.share(model is not None):
             self._put(np.zeros(0, np.float32) if model is None else model)
+            self._version = version
         return None
 
     def _finish(self, now: Array) -> None:

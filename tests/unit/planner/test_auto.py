@@ -174,10 +174,20 @@ def test_the_trainer_measures_and_plans_by_itself() -> None:
     assert run.meter.columns["loss"][-1] <= TARGET
 
 
-@pytest.mark.parametrize(("rate", "told"), [(0.2, ""), (0.5, "the loss does not fall with stale")])
-def test_stale_gradients_that_cost_more_than_forecast_are_given_up(rate: float, told: str) -> None:
-    """The profile says that they cost nothing. At the higher learning rate they diverge."""
-    learner = replace(LEARNER, lr=rate, noise=0.01)
+@pytest.mark.parametrize(
+    ("rate", "noise", "told"),
+    [
+        (0.2, 0.01, ""),
+        (0.2, 1.0, ""),
+        (0.4, 0.01, "stale gradients take"),
+        (0.5, 0.01, "the loss rises with stale gradients"),
+    ],
+)
+def test_stale_gradients_that_cost_more_than_forecast_are_given_up(
+    rate: float, noise: float, told: str
+) -> None:
+    """The profile says that they cost nothing. With a high learning rate they diverge."""
+    learner = replace(LEARNER, lr=rate, noise=noise)
 
     def train(policy: Policy) -> pl.Run:
         engine = pl.Simulator(6, STEADY, unit=1)
@@ -191,13 +201,13 @@ def test_stale_gradients_that_cost_more_than_forecast_are_given_up(rate: float, 
         stale_training=pl.planner.StaleTraining(rate, 5.0, fresh, fresh),
     )
     run = train(planned(pl.ringmaster(6), profile, rate))
-    assert run.meter.columns["loss"][-1] <= TARGET
+    assert run.meter.columns["loss"][-1] <= TARGET or noise == 1.0
     changes = run.policy.changes  # type: ignore[attr-defined]
     assert len(changes) == bool(told)
     if told:
         assert told in changes[0] and "the policy becomes" in changes[0]
         stale = train(pl.ringmaster(6)).meter.columns["loss"]
-        assert stale[-1] > stale[0]
+        assert stale[-1] > 3 * run.meter.columns["loss"][-1]
     assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
