@@ -33,6 +33,7 @@ import paceline as pl
 from _gpt import Text, make_model, test_loss, text_file
 from _report import finish, machine, parser, table
 from _tuning import SEED, Trial, tune
+from arms.few import FEW, MODELS, TOP
 from gpt import Text as Windows
 from gpt import loss
 
@@ -42,9 +43,6 @@ RATE = 20e6 / 8  # bytes a second of each link
 BOUNDS = {"loss_to_dense": 1.01, "bytes_to_dense": 1 / 50}
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 AVERAGE = partial(torch.optim.SGD, lr=1.0)
-FEW = pl.codecs.Feedback(pl.codecs.Chain(pl.codecs.TopK(0.02), pl.codecs.TwoBit()), decay=0.95)
-DOWN = pl.codecs.Chain(pl.codecs.TopK(0.06), pl.codecs.TwoBit())
-TOP = pl.codecs.Feedback(pl.codecs.Chain(pl.codecs.TopK(0.01), pl.codecs.Int8()))
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,10 @@ class Arm:
 
 ARMS = {
     "dense": Arm(1e-3, outer=NESTEROV),
-    "sparse": Arm(1e-3, outer=AVERAGE, codec=FEW, down=DOWN),
-    "sparse, Muon": Arm(1e-3, outer=AVERAGE, codec=FEW, down=DOWN, muon=True),
+    "sparse": Arm(1e-3, outer=AVERAGE, codec=FEW, down=MODELS),
+    "sparse, Muon": Arm(1e-3, outer=AVERAGE, codec=FEW, down=MODELS, muon=True),
     "gradients": Arm(1e-3, local=1),
-    "gradients, top 1 %": Arm(1e-3, local=1, codec=TOP, down=DOWN),
+    "gradients, top 1 %": Arm(1e-3, local=1, codec=TOP, down=MODELS),
 }
 
 

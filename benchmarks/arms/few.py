@@ -1,4 +1,4 @@
-"""Codecs of the arms that send few numbers, as in sparse_local.py: of results, and of models."""
+"""Codecs of the arms that send few numbers, also of sparse_local.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 from paceline.codecs import Chain, Feedback, Int8, TopK, TwoBit
 
-_MODELS = Chain(TopK(0.06), TwoBit())
+FEW = Feedback(Chain(TopK(0.02), TwoBit()), decay=0.95)  # of changes, as in SparseLoCo
+TOP = Feedback(Chain(TopK(0.01), Int8()))  # of gradients
+MODELS = Chain(TopK(0.06), TwoBit())
+# By arm of peers.py: of results, and of models.
 CODECS: dict[str, tuple[Any, Any]] = {
-    "sync + top 1 %": (Feedback(Chain(TopK(0.01), Int8())), _MODELS),
-    "local_sgd + few numbers": (Feedback(Chain(TopK(0.02), TwoBit()), decay=0.95), _MODELS),
+    "sync + top 1 %": (TOP, MODELS),
+    "local_sgd + few numbers": (FEW, MODELS),
 }

@@ -91,9 +91,9 @@ class Auto(Policy):
     It compares each worker's newest tasks with its profile. If they differ significantly, and by
     a factor of 1.3 or more, it updates the profile and plans the rest of the run. It does the same
     if stale gradients take at least 1.3 times the steps that the profile's training suggests, and
-    20 more. If another policy is then better by 5 %, it cancels all tasks,
-    discards held results and switches to that policy. Batch size, learning rate and codec do not
-    change. Planning takes some seconds, in which the run makes no other decision.
+    20 more. If another policy is then better by 5 %, it cancels all tasks, discards held results
+    and switches to that policy. Batch size, learning rate and codec do not change. Planning takes
+    some seconds, in which the run makes no other decision.
 
     profile: the profile that the plan was made from.
     """
