@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 import paceline as pl
 from paceline.core.protocol import Draining, Start
 from paceline.engines.ray.notices import draining_nodes
+from paceline.engines.ray.place import Place
 from paceline.engines.ray.servers.reducer import ShardedReducer
-from paceline.engines.ray.worker import Place
 from tests.unit.engines.ray.metadata import Service, serving
 
 HERE = {"node_ip_address": "127.0.0.2"}  # reachable from this machine alone

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline as pl
 from paceline.core.protocol import Finished, Joined, Left, Start
-from paceline.engines.ray.worker import start_time
+from paceline.engines.ray.place import start_time
 from paceline.learners.transforms import ClipNorm
 from paceline.report.samples import sample_fates
 from tests.cluster.session_script import BATCH, SAMPLES, loss_of, make_data, make_model

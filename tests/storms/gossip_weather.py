@@ -21,8 +21,9 @@ from paceline.core.protocol import Command, Event, Interrupted, Send, Step, Task
 from paceline.engines.checks import KNOWN
 from paceline.engines.kinds import Fleet
 from paceline.engines.ray.engine import Ray
+from paceline.engines.ray.place import Place
 from paceline.engines.ray.pool import Cluster
-from paceline.engines.ray.worker import Place, Worker
+from paceline.engines.ray.worker import Worker
 from paceline.gossip.job import GossipJob, Return
 from paceline.gossip.node import Node
 from paceline.gossip.ray.process import NodeProcess

@@ -19,8 +19,9 @@ import ray
 
 from paceline.core.copies import samples_of
 from paceline.core.protocol import Task
+from paceline.engines.ray.place import Place
 from paceline.engines.ray.servers.server import Server
-from paceline.engines.ray.worker import Place, Reply, Token, Worker, unpack
+from paceline.engines.ray.worker import Reply, Token, Worker, unpack
 from tests.storms.weather import World
 
 _LATENCY = 0.002  # seconds from one process to another
@@ -358,7 +359,8 @@ class WorkerProcess(Process):
     """Has a worker in it."""
 
     calls = frozenset(
-        {"set_up", "compute", "compute_slices", "abandon", "holds", "held", "sample", "fetch"}
+        {"set_up", "compute", "compute_slices", "abandon", "ask_anew"}
+        | {"holds", "held", "sample", "fetch"}
     )
 
     def __init__(self, world: World, name: str, node: str) -> None:
@@ -404,7 +406,7 @@ class WorkerProcess(Process):
         if not call.name.startswith("compute"):
             return super().carry_out(call)
         token, task, _ = unpack(call.given[0])
-        if self.inside._abandoned == token:  # before it had its model
+        if token in (self.inside._abandoned, self.inside._asks_anew):  # before it had its model
             return self.finish(call)
         rng = self.world.rng
         seconds = self.world.pace[self.name] * rng.uniform(0.8, 1.2)
@@ -419,7 +421,7 @@ class WorkerProcess(Process):
         self.take(call, min(seconds, task.work.budget))
 
     def answer(self, call: Call, answer: Any, error: Exception | None) -> None:
-        if call.name == "abandon":
+        if call.name in ("abandon", "ask_anew"):
             token = Token.unpack(call.given[0])
             for each in [c for c in self._open if c.name == "compute_slices" and not c.begun]:
                 if unpack(each.given[0])[0] == token:

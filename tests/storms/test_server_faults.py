@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,8 +18,9 @@ import ray
 
 import paceline as pl
 from paceline.codecs.base import Codec
+from paceline.engines.ray.servers.events import Watch
 from paceline.engines.ray.servers.machine import Machine
-from paceline.engines.ray.servers.recovery import NoRoute
+from paceline.engines.ray.servers.recovery import NoRoute, Recovery
 from tests.storms.cases import Case
 from tests.storms.planted import SERVER_BUGS, found, planted
 from tests.storms.processes import Reference, ServerProcess, WorkerProcess
@@ -126,6 +128,63 @@ def test_all_workers_are_asked_at_once_for_a_lost_slice() -> None:
 
 def _but_holds(receive: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda call: None if call.name == "holds" else receive(call)
+
+
+# --- servers that keep all others waiting --------------------------------------------------------
+
+
+@pytest.mark.parametrize("totals", [False, True])
+def test_a_stopped_server_costs_seconds_and_no_timeout(totals: bool) -> None:
+    world = World(4, Weather(), 4, 600.0, nodes=4)
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
+    times: list[float] = []
+    slots: dict[int, int] = {}
+
+    def look(step: int) -> None:
+        slots[step] = len(engine._open.reducer.machine.steps.slots)  # type: ignore[union-attr]
+
+    def stop() -> None:
+        times.append(world.now)
+        for actor in world.actors:
+            if isinstance(actor, ServerProcess) and actor.name == "s2":
+                actor.receive = lambda call: None  # type: ignore[method-assign]
+
+    actions: dict[int, Callable[[], None]] = {
+        2: lambda: times.append(world.now),
+        4: lambda: look(4),
+        5: stop,
+        8: lambda: times.append(world.now),
+        12: lambda: look(12),
+    }
+    train(engine, 12, actions, replace(LEARNER, totals=totals))
+    before, after = times[1] - times[0], times[2] - times[1]  # of three steps each
+    assert after < before + 10
+    assert slots == {4: 4, 12: 3}
+
+
+def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Counter[bool]()
+    overtake = Recovery.overtake
+
+    def counted(self: Recovery, call: Watch) -> bool:
+        done = overtake(self, call)
+        taken[done] += 1
+        return done
+
+    monkeypatch.setattr(Recovery, "overtake", counted)
+    monkeypatch.setattr("paceline.engines.ray.servers.late._SECONDS", 0.3)
+    monkeypatch.setattr("paceline.engines.ray.servers.late._FACTOR", 1.5)
+    for seed in range(8):
+        policy = (pl.sync(), pl.k_sync(3), pl.k_async(2), pl.coded(1))[seed % 4]
+        needs, staleness = ((1, 0.0), (3, 0.0), (1, inf), (4, 0.0))[seed % 4]
+        down = pl.codecs.BFloat16() if seed % 3 == 0 and seed % 4 != 3 else None
+        learner = replace(LEARNER, totals=seed % 5 == 0)
+        more: dict[str, Any] = {"down": down, "learner": learner}
+        case = Case("servers", policy, 5, needs, staleness, servers=4, nodes=3, **more)
+        play(seed, tmp_path / str(seed), case)
+    assert taken[True] > 10
 
 
 @pytest.mark.parametrize("bug", SERVER_BUGS)
@@ -249,9 +308,10 @@ def test_two_machines_that_cannot_reach_each_other_are_named(step: int | None) -
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("totals", [False, True])
 def test_a_rounded_model_has_the_same_bits_after_a_lost_server_and_a_lost_node(
-    direct: bool, totals: bool, caplog: pytest.LogCaptureFixture
+    direct: bool, totals: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers have rounded values only, and the next server must not start from these."""
+    monkeypatch.setattr("paceline.engines.ray.servers.late._SECONDS", 60.0)  # none is late
     learner = Rolling((1.0, 0.3, 0.1, 0.5), noise=0.1, lr=0.04, batch_size=12, totals=totals)
     for seed in range(6):
         world = World(seed, Weather(late=0.3), 4, 20.0, nodes=4, direct=direct)

@@ -15,7 +15,8 @@ import ray
 
 from paceline.core.logs import logger_of
 from paceline.core.state import describe
-from paceline.engines.ray.worker import Given, Place, Worker
+from paceline.engines.ray.place import Place
+from paceline.engines.ray.worker import Given, Worker
 from paceline.learners.optimize import shapes_of
 from paceline.sessions.cluster import note_of
 from paceline.sessions.hub import POLL, SILENCE, Ended, Welcome, hub_actor

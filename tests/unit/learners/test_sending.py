@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.core.protocol import Task, Work
-from paceline.engines.ray.worker import Place, Worker
+from paceline.engines.ray.place import Place
+from paceline.engines.ray.worker import Worker
 from paceline.learners.base import Learner, for_workers
 
 WIDTH = 1000

@@ -120,3 +120,5 @@ class Calls:
                 if call.overdue():
                     call.deadline = now + patience
                     calls[call] = None
+            if not calls:
+                self._open.pop(patience, None)

@@ -22,8 +22,9 @@ from paceline.engines.ray.pool import Cluster, Gpus, Pool, RayWorkers, gpus_each
 from paceline.engines.ray.reducer import DriverReducer, Reducer
 from paceline.engines.ray.servers.choice import SPREAD_BYTES, Servers, server_count
 from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.processes import Processes
 from paceline.engines.ray.servers.reducer import ShardedReducer
-from paceline.engines.ray.servers.shell import Callbacks, Processes
+from paceline.engines.ray.servers.shell import Callbacks
 from paceline.engines.ray.transport.calls import new_secret
 from paceline.engines.results import Results
 from paceline.learners.base import Learner, Saved, state_values
@@ -313,7 +314,8 @@ class Ray:
             self.sum_on_nodes,
         )
         asked = Callbacks(
-            under_way.stepped, under_way.ship_all, under_way.redo, under_way.refuse_later
+            *(under_way.stepped, under_way.ship_all, under_way.ask_anew),
+            *(under_way.redo, under_way.refuse_later),
         )
         codecs = job.codec, job.model_codec
         reducer = ShardedReducer(job.server, job.steps, job.wants, processes, asked, codecs)

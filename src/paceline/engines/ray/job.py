@@ -209,6 +209,14 @@ class RayJob:
         self._homeless.append(task.id)
         self.ship_all()
 
+    def ask_anew(self, model: Model) -> None:
+        """Have workers that wait for a model ask for it again; the others go on."""
+        for member in self._pool.members.values():
+            busy = member.busy
+            order = None if busy is None else self._orders.get(busy.task)
+            if busy is not None and order is not None and order.model is model:
+                member.actor.ask_anew.remote(busy.pack())
+
     def ship_all(self) -> None:
         for member in sorted(self._pool.members.values(), key=lambda member: member.draining):
             self._ship(member)

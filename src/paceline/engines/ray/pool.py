@@ -24,11 +24,12 @@ from paceline.engines.ray.actors import actor_class, make_workers
 from paceline.engines.ray.calls import Call, Calls
 from paceline.engines.ray.cluster.join import connect, refuse_torchrun, warn_small_stores
 from paceline.engines.ray.notices import Notices, drain_node, draining_nodes
+from paceline.engines.ray.place import Place, start_time
 from paceline.engines.ray.reclaimed import Notice
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.transport.calls import Direct, Stores, Transport
-from paceline.engines.ray.worker import Place, Token, Worker, start_time
+from paceline.engines.ray.worker import Token, Worker
 from paceline.learners.base import Learner
 
 logger = logger_of(__name__)

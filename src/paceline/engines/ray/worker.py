@@ -6,9 +6,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,10 +18,10 @@ from paceline.core.protocol import Coefficients, Stats, Task, TaskId, Work, Work
 from paceline.data.partition.base import Partition
 from paceline.engines.allocator import keep_freed_memory
 from paceline.engines.checks import norm_of
+from paceline.engines.ray.place import Place, here
 from paceline.engines.ray.reclaimed import Notice, Reclaimed
 from paceline.engines.ray.transport.holder import Holder
 from paceline.engines.ray.transport.incoming import GivenUp, Incoming, timed
-from paceline.engines.ray.transport.link import Address
 from paceline.learners.base import (
     Array,
     Changed,
@@ -55,16 +54,6 @@ class Token(NamedTuple):
     @staticmethod
     def unpack(packed: bytes) -> Token:
         return Token(*json.loads(packed))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The node and the process of a worker or server."""
-
-    node: str
-    pid: int
-    started: str  # distinguishes the process from a later one with the same pid
-    address: Address | None = None  # of its direct transport
 
 
 class Answer(NamedTuple):
@@ -167,6 +156,7 @@ class Worker(Holder):
         # Two, since its optimizer's state may be copied only up to the version before.
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
+        self._asks_anew: Token | None = None  # the task whose model has moved
 
     def set_up(self, given: Given, seed: int, secret: bytes | None) -> Place:
         """Build the replica of a learner on its data shards, and forget an earlier one.
@@ -232,6 +222,8 @@ class Worker(Holder):
         incoming = self._incoming = Incoming(model, timeout, self._clock)
         if self._abandoned == token:
             incoming.give_up()
+        elif self._asks_anew == token:
+            incoming.lose()
 
         def proceed(done: int) -> bool:
             until = begin + incoming.waited + task.work.budget
@@ -365,6 +357,13 @@ class Worker(Holder):
         if self._incoming is not None and self._computing == self._abandoned:
             self._incoming.give_up()
 
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def ask_anew(self, token: bytes) -> None:
+        """Stop to wait for the model of a task, since a slice of it has moved."""
+        self._asks_anew = Token.unpack(token)
+        if self._incoming is not None and self._computing == self._asks_anew:
+            self._incoming.lose()
+
 
 def _reply(
     token: Token,
@@ -376,21 +375,7 @@ def _reply(
     return tuple(token), outcome.vector, outcome.samples, seconds, dict(outcome.stats), sent, norm
 
 
-def here() -> Place:
-    """Return the node and the pid of this process."""
-    pid = os.getpid()
-    return Place(ray.get_runtime_context().get_node_id(), pid, start_time(pid))
-
-
 def hide_gpus(reserved: float | None) -> None:
     """Hide all GPUs if Ray reserves none for this process, since Ray itself shows all of them."""
     if reserved == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def start_time(pid: int) -> str:
-    """Return the start time of a process of this host, as Linux counts it; empty if it ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

@@ -39,7 +39,8 @@ from paceline.core.protocol import (
     TimerFired,
     WorkerId,
 )
-from paceline.engines.ray.worker import Place, here, hide_gpus
+from paceline.engines.ray.place import Place, here
+from paceline.engines.ray.worker import hide_gpus
 from paceline.gossip.job import GossipJob, NodeState, Return
 from paceline.gossip.node import Node, RejectedUpdate
 from paceline.gossip.ray.sender import MessageSender

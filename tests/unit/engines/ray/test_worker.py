@@ -15,10 +15,11 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.core.protocol import Task, Work
+from paceline.engines.ray.place import Place
 from paceline.engines.ray.transport.current import close_peer, open_peer
 from paceline.engines.ray.transport.holder import Holding
 from paceline.engines.ray.transport.peer import Peer
-from paceline.engines.ray.worker import Place, Token, Worker, pack, read
+from paceline.engines.ray.worker import Token, Worker, pack, read
 from paceline.learners.base import Array, Span
 
 HOST, SECRET, SECONDS = "127.0.0.1", b"s" * 32, 20.0

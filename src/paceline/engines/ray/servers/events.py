@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from paceline.core.protocol import Coefficients, Stat, Task
+from paceline.core.protocol import Stat, Task
 from paceline.engines.base import Writing
 from paceline.engines.ray.servers.slices import (
     Copy,
@@ -18,7 +18,7 @@ from paceline.engines.ray.servers.slices import (
     LeftOut,
     NodeSum,
     Object,
-    Result,
+    Pieces,
     Slot,
     Step,
     Version,
@@ -30,26 +30,6 @@ if TYPE_CHECKING:  # which needs ray
 
 Way: TypeAlias = tuple[str, str]
 """The node that fetches, and the node that it fetches from."""
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of a step's results that meet one slice.
-
-    weights: of each result, or of a sum in its place.
-    at: where the pieces of each result go in the slice; None if each result comes as one.
-    results, slices: of each piece its result, and that result's slices as they are sent now.
-    groups: the places of results that are added up first, by node; None: all in one order.
-    sums: the sums among the pieces, by place. Such a piece has the first of its results.
-    """
-
-    weights: list[Coefficients]
-    at: list[list[Span]] | None
-    refs: list[Any]
-    results: list[Result]
-    slices: list[Sequence[Any]]
-    groups: list[list[int]] | None = None
-    sums: Mapping[int, NodeSum] = field(default_factory=dict)
 
 
 # --- calls to servers ----------------------------------------------------------------------------
@@ -70,7 +50,10 @@ class SumUp:
 
 @dataclass(frozen=True)
 class SetUp:
-    """Have a server start a slice from a copy."""
+    """Have a server start a slice from a copy.
+
+    beside: whether it keeps another slice.
+    """
 
     server: str
     version: int
@@ -79,6 +62,7 @@ class SetUp:
     copy: Copy = field(compare=False, repr=False)
     values: Object = field(compare=False, repr=False)
     state: Object = field(compare=False, repr=False)
+    beside: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -192,6 +176,24 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Report after some seconds that a server may be late with a step."""
+
+    server: str
+    version: int
+    seconds: float = field(compare=False)
+    slot: Slot = field(compare=False, repr=False)
+    step: Step = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class AskAnew:
+    """Have workers that wait for a version of the model ask for it again: a slice has moved."""
+
+    model: Version = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Replace:
     """Kill a server, and start another process in its place while respawns are left."""
 
@@ -250,8 +252,10 @@ class Refuse:
 
 ServerCall: TypeAlias = SetUp | TakeStep | Reduce | Apply
 WorkerCall: TypeAlias = AskHeld | ReadHeld | Probe
-Request: TypeAlias = Replace | Remove | Add | Trust | Report | Ship | Redo | Refuse
-Call: TypeAlias = ServerCall | SumUp | KeepState | GiveState | WriteSlice | WorkerCall | Request
+Request: TypeAlias = Replace | Remove | Add | Trust | Report | Ship | AskAnew | Redo | Refuse
+Call: TypeAlias = (
+    ServerCall | SumUp | KeepState | GiveState | WriteSlice | WorkerCall | Watch | Request
+)
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -287,6 +291,13 @@ class StepTaken:
     sums: Sums
     has_arrays: bool
     seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class MayBeLate:
+    """The seconds of a watch have passed."""
+
+    call: Watch
 
 
 @dataclass(frozen=True)
@@ -389,7 +400,7 @@ class SliceNotWritten:
 
 
 SlotEvent: TypeAlias = (
-    Started | Reduced | StepTaken | StateKept | HeldTold | CopyLost | ResultsUnusable
+    Started | Reduced | StepTaken | MayBeLate | StateKept | HeldTold | CopyLost | ResultsUnusable
 )
 FileEvent: TypeAlias = SliceWritten | SliceNotWritten
 ServerEvent: TypeAlias = ServerLost | ServerRaised | CameUp | NotUp

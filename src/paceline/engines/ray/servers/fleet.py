@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.protocol import Want
 from paceline.learners.base import Layout
+
+if TYPE_CHECKING:  # which needs ray
+    from paceline.engines.ray.worker import Token
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Fleet(Protocol):
 
     def worker_nodes(self) -> Sequence[str]:
         """Return the nodes that have workers, each once."""
+
+    def has_worker(self, token: Token) -> bool:
+        """Return whether the process is there that got a task under this token."""
 
     def has(self, server: str) -> bool:
         """Return whether a server has a process, or one is being started."""

@@ -16,6 +16,7 @@ from paceline.engines.ray.servers.events import (
     CopyLost,
     Event,
     HeldTold,
+    MayBeLate,
     ModelMissed,
     NotUp,
     Probed,
@@ -31,9 +32,11 @@ from paceline.engines.ray.servers.events import (
     Started,
     StateKept,
     StepTaken,
+    Watch,
 )
 from paceline.engines.ray.servers.files import Files
 from paceline.engines.ray.servers.fleet import Fleet, Settings
+from paceline.engines.ray.servers.late import Late
 from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.moves import Moves
 from paceline.engines.ray.servers.placement import Placement
@@ -66,6 +69,7 @@ class Machine:
         self._settings, self._fleet, self._placement, self._do = settings, fleet, placement, do
         self.results, self.links = Results(), Links()
         self.steps = Steps(settings, fleet, do, self.links, copies)
+        self.late = Late(self.steps, fleet, do)
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
         around = self.routes, placement, fleet, do
         self.recovery = Recovery(settings, self.steps, self.results, *around)
@@ -158,8 +162,11 @@ class Machine:
                 self._do(Ship())
             case Reduced():
                 self.steps.reduced(event)
+                self.late.watch_step(event.call.step)
             case StepTaken():
                 self._step_taken(event)
+            case MayBeLate(call):
+                self._replace_late(call)
             case StateKept():
                 self.steps.state_kept(event)
                 self._advance()
@@ -178,8 +185,19 @@ class Machine:
             self.steps.forget()
             self._advance()
             self._do(Ship())
+        elif not event.call.step.model.taken:
+            self.late.watch_step(event.call.step)
         if self.steps.has(event.call.slot):  # the model may have been cut anew
             self.steps.feed(event.call.slot)
+
+    def _replace_late(self, call: Watch) -> None:
+        """Leave a server out that keeps all others waiting, or have another one keep a state."""
+        node = self.steps.node(call.slot)
+        if self.late.has_step(call) and self.recovery.overtake(call):
+            self.links.leave_out(call.server, node, self._fleet.now)
+        elif self.late.has_copy(call):
+            logger.warning("server %s is late with a copy: another one keeps it", call.server)
+            self.steps.keep_elsewhere(call.server)
 
     def _probed(self, event: Probed) -> None:
         match event.call.purpose:
@@ -196,13 +214,16 @@ class Machine:
         """Send the next step to the servers, if they are done with the one before."""
         self.files.advance()  # the next step replaces what it refers to
         if not self.steps.is_due():
+            self.late.watch_copy()
             return
         if leaving := self.moves.leaving(self.steps.slots):
             self._move(leaving)
         elif (slow := self.links.slow(self.steps.slots)) is not None:
             self._leave_out(slow)
         elif self.moves.ready:
-            self._cut([*(slot.server for slot in self.steps.slots), self.moves.ready.pop(0)])
+            self._cut([*self.steps.servers, self.moves.ready.pop(0)])
+        elif len(self.steps.servers) < len(self.steps.slots):
+            self._cut(self.steps.servers)
         self.steps.begin()
         size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)
         if (probe := self.links.probe(self._fleet, size)) is not None:
@@ -222,18 +243,19 @@ class Machine:
 
     def _move(self, leaving: list[Slot]) -> None:
         """Cut the model anew among the servers that stay, or start the servers elsewhere."""
-        stay = [slot.server for slot in self.steps.slots if slot not in leaving]
+        servers = list(dict.fromkeys(slot.server for slot in leaving))
+        stay = [server for server in self.steps.servers if server not in servers]
         if not stay:
-            for slot in leaving:
-                self.recovery.lose(slot.server, "its node will be taken away")
+            for server in servers:
+                self.recovery.lose(server, "its node will be taken away")
             return
         self._cut(stay)
-        for slot in leaving:
-            logger.info("the node of server %s will be taken away: its slice moves", slot.server)
-            self._do(Remove(slot.server))
-            self._placement.release(slot.server)
-            self.moves.left(slot.server)
-            self.links.left_out.pop(slot.server, None)
+        for server in servers:
+            logger.info("the node of server %s will be taken away: its slice moves", server)
+            self._do(Remove(server))
+            self._placement.release(server)
+            self.moves.left(server)
+            self.links.left_out.pop(server, None)
 
     def _bring_up(self) -> None:
         """Start a server that gets a slice when its process is up: until then, steps go on."""
@@ -262,7 +284,7 @@ class Machine:
             slow.slow,
         )
         self.links.leave_out(slow.server, self.steps.node(slow), self._fleet.now)
-        self._cut([slot.server for slot in self.steps.slots if slot is not slow])
+        self._cut([server for server in self.steps.servers if server != slow.server])
         self._do(Remove(slow.server))
         self._placement.release(slow.server)
 

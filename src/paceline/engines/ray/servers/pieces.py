@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 from paceline.codes.blocks import covering
 from paceline.core.protocol import Coefficients
-from paceline.engines.ray.servers.events import Pieces
-from paceline.engines.ray.servers.slices import NodeSum, Result, Slot, Step
+from paceline.engines.ray.servers.slices import NodeSum, Pieces, Result, Slot, Step
 from paceline.learners.base import Span
 
 Entries: TypeAlias = (

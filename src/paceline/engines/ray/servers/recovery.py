@@ -10,6 +10,9 @@ nothing: the exact values are then a part of the state.
 If a result is lost with a node, any worker computes it again: a task gives the same result on every
 worker. The same holds for a result that a server refuses; its worker is then replaced.
 
+A server that is late with a step, which all others have taken, gives its slice to a server on
+another node. That one starts it from the same copies as after the loss of a node.
+
 A server that raises an exception is lost as well. If the next process raises at the same step, the
 optimizer itself is at fault, and the exception reaches the user.
 """
@@ -23,6 +26,7 @@ from math import inf
 from paceline.core.errors import ServersLost
 from paceline.core.logs import logger_of
 from paceline.engines.ray.servers.events import (
+    AskAnew,
     AskHeld,
     CopyLost,
     GiveState,
@@ -30,11 +34,13 @@ from paceline.engines.ray.servers.events import (
     ReadHeld,
     Redo,
     Refuse,
+    Remove,
     Replace,
     ResultsUnusable,
     ServerRaised,
     SetUp,
     Started,
+    Watch,
     Way,
 )
 from paceline.engines.ray.servers.fleet import Fleet, Settings
@@ -49,7 +55,7 @@ from paceline.engines.ray.servers.slices import (
     Slot,
     Version,
 )
-from paceline.engines.ray.servers.steps import Do, Steps
+from paceline.engines.ray.servers.steps import Do, Steps, is_with
 
 logger = logger_of(__name__)
 
@@ -102,7 +108,8 @@ class Recovery:
                 if not step.model.taken:
                     step.done.pop(slot.index, None)
         made = Object(), Object()
-        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made))
+        beside = len(self._steps.slots_of(slot.server)) > 1
+        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made, beside))
 
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
@@ -120,15 +127,11 @@ class Recovery:
     def lose(self, server: str, why: str) -> None:
         """Replace a lost server, and recover its slice."""
         logger.warning("server %s is lost: %s", server, why)
-        steps, slot = self._steps, self._steps.slot_of(server)
-        steps.starting.add(slot.index)
+        steps, slots = self._steps, self._steps.slots_of(server)
+        steps.starting.update(slot.index for slot in slots)
         if not self._fleet.joined(server):
             self._placement.avoid(server)
-        for other in steps.slots:  # states that it kept are gone; the originals are not
-            kept = {v: state for v, state in other.states.items() if not _is_with(state, server)}
-            if len(kept) < len(other.states):
-                other.states, other.copying = kept, False
-                steps.copy_state(other, True)
+        steps.keep_elsewhere(server)  # states that it kept are gone; the originals are not
         self._do(Replace(server))
         if not self._fleet.has(server):
             cut = self._placement.cut
@@ -138,16 +141,51 @@ class Recovery:
                 f"version is {steps.history.last_whole}. Resume from a checkpoint, or allow more "
                 "losses with Ray(respawns=…)"
             )
-        self.recover(slot)
+        for slot in slots:
+            self.recover(slot)
+
+    def overtake(self, call: Watch) -> bool:
+        """Have the server of another node take a step in place of one that is late with it.
+
+        Return whether another node has what that takes: the values, with a worker whose result is
+        a part of the step, and the optimizer's state.
+        """
+        steps, step, slot, late = self._steps, call.step, call.slot, call.server
+        node = steps.node(slot)
+        holders = dict.fromkeys(slot.states, "")
+        if not self._rounded:
+            results = [each for each in step.results if each.node not in (node, "")]
+            there = [each for each in results if self._fleet.has_worker(each.token)]
+            holders = {each.model.number: each.token.worker for each in there}
+        others = [each for each in steps.slots if steps.node(each) != node]
+        if not others or self._newest(slot, holders) is None:
+            return False
+        steps.starting.add(slot.index)
+        steps.keep_elsewhere(late)
+        copy = self._copy_elsewhere(slot, holders)
+        assert copy is not None
+        state, copy = slot.states[copy.version], replace(copy, other=slot.newest)
+        keeping = [each.server for each in others if is_with(state, each.server)]
+        slot.server = (keeping or [others[0].server])[0]
+        slot.held, slot.keeper, slot.raised = -1, None, -1
+        logger.warning(
+            "server %s has not taken step %d, which all others have: server %s takes its slice",
+            *(late, step.version, slot.server),
+        )
+        self._start_from(slot, copy)
+        self._do(Remove(late))
+        self._placement.release(late)
+        self._do(AskAnew(step.model))
+        return True
 
     def raised(self, event: ServerRaised) -> None:
         """Replace a server that raised an exception, by one on another node if there is one."""
-        slot = self._steps.slot_of(event.server)
-        version = slot.newest.version
-        if slot.raised == version:
+        slots = self._steps.slots_of(event.server)
+        if any(slot.raised == slot.newest.version for slot in slots):
             self.failure = event.error
             raise event.error  # in a second process, at the same step: with its own traceback
-        slot.raised = version
+        for slot in slots:
+            slot.raised = slot.newest.version
         self._placement.avoid(event.server)
         self.lose(event.server, event.why)
 
@@ -192,7 +230,10 @@ class Recovery:
     def recover(self, slot: Slot) -> None:
         """Have a server start again from the newest copy that is left."""
         copy = slot.newest
-        if copy.rescued or (copy.node is not None and copy.node not in self._fleet.alive()):
+        if copy.other is not None:
+            slot.newest = copy.other
+            self.recover(slot)
+        elif copy.rescued or (copy.node is not None and copy.node not in self._fleet.alive()):
             self._rescue(slot)
         else:
             self._start_from(slot, copy)
@@ -225,26 +266,36 @@ class Recovery:
 
         holders: the workers that hold the values, by version; "" if the state has them.
         """
-        history = self._steps.history
-        found = [v for v in holders if v >= history.base.number and v in slot.states]
-        if not found:
+        copy = self._copy_elsewhere(slot, holders)
+        if copy is None:
             raise self.fail(
                 f"the node of server {slot.server} is lost, and no other node has a version of "
-                f"its slice from {history.base.number} on; resume from a checkpoint"
+                f"its slice from {self._steps.history.base.number} on; resume from a checkpoint"
             )
-        newest = max(found)
+        for version in self._versions():
+            same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
+            if version.number < copy.version or not same:
+                version.gone = True
+        self._start_from(slot, copy)
+
+    def _newest(self, slot: Slot, holders: Mapping[int, str]) -> int | None:
+        """Return the newest version of a slice that has both values and a kept state."""
+        base = self._steps.history.base.number
+        return max((v for v in holders if v >= base and v in slot.states), default=None)
+
+    def _copy_elsewhere(self, slot: Slot, holders: Mapping[int, str]) -> Copy | None:
+        """Return a copy of that version, of values from a worker and a state from a server."""
+        newest = self._newest(slot, holders)
+        if newest is None:
+            return None
         state, values = slot.states[newest], Object()
         if isinstance(state, Kept):
             keeper, state = state.server, Object()
             self._do(GiveState(keeper, slot.index, newest, state))
         if holders[newest]:
             self._do(ReadHeld(holders[newest], newest, slot.span, values))
-        for version in self._versions():
-            same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
-            if version.number < newest or not same:
-                version.gone = True
         copy = self._steps.copy_of(slot, newest, values, state)
-        self._start_from(slot, replace(copy, node=None, rescued=True))
+        return replace(copy, node=None, rescued=True)
 
     def _versions(self) -> list[Version]:
         """Return the versions that a server or a worker may still ask for."""
@@ -321,7 +372,3 @@ class Recovery:
                 stalled, step.stalled = step.stalled, set()
                 for index in sorted(stalled):
                     self._steps.feed(self._steps.slots[index])
-
-
-def _is_with(state: Object | Kept, server: str) -> bool:
-    return isinstance(state, Kept) and state.server == server

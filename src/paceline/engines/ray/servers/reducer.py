@@ -17,9 +17,10 @@ from paceline.core.protocol import Coefficients, Task, TaskId, Want
 from paceline.engines.base import Writer
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.servers.events import ModelMissed
+from paceline.engines.ray.servers.processes import Processes
 from paceline.engines.ray.servers.recovery import ATTEMPTS
 from paceline.engines.ray.servers.server import joined, parted
-from paceline.engines.ray.servers.shell import Callbacks, Processes, Shell
+from paceline.engines.ray.servers.shell import Callbacks, Shell
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Version
 from paceline.engines.ray.servers.writer import writer_into
 from paceline.engines.ray.worker import Answer, Token, pack

@@ -1,7 +1,8 @@
 """A server: an actor that owns a slice of the model and of the optimizer's state.
 
 It returns each version of the slice, and the optimizer's state of that version. Both are in the
-object store and belong to the driver, so a version outlives the process that made it.
+object store and belong to the driver, so a version outlives the process that made it. For a while
+a server owns a second slice: that of a server that is late.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -23,13 +24,14 @@ from paceline.core.protocol import Coefficients, Stat
 from paceline.engines import low_priority
 from paceline.engines.allocator import keep_freed_memory
 from paceline.engines.checks import NOT_FINITE, norm_of
+from paceline.engines.ray.place import Place, here
 from paceline.engines.ray.servers.shared_folder import answer, check_seen
 from paceline.engines.ray.servers.sums import grouped, weighted_sum
 from paceline.engines.ray.transport.holder import Holder
 from paceline.engines.ray.transport.incoming import Incoming
 from paceline.engines.ray.transport.link import Address
 from paceline.engines.ray.transport.refs import Held
-from paceline.engines.ray.worker import Gone, Place, factors_of, here
+from paceline.engines.ray.worker import Gone, factors_of
 from paceline.learners.base import Array, Layout, Recipe, Saved, Shard, Span, Sums
 from paceline.learners.tensor_file import entry_of, write
 
@@ -66,8 +68,23 @@ class Unusable(Exception):
         return f"{len(self.lost)} pieces lost, {len(self.late)} late, {len(self.bad)} bad: {bad}"
 
 
+@dataclass(eq=False)
+class Slice:
+    """A slice of the model, at a version.
+
+    sums, seconds: of the results of the next version, once they are added up.
+    """
+
+    shard: Shard
+    span: Span
+    version: int
+    sums: Sums | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
 class Server(Holder):
-    """Owns a slice. `actor_class` wraps it by `ray.remote`, so this stays a plain class."""
+    """Owns slices, by the numbers of their slots. `actor_class` wraps it by `ray.remote`, so this
+    stays a plain class."""
 
     def __init__(
         self,
@@ -77,15 +94,10 @@ class Server(Holder):
     ) -> None:
         keep_freed_memory()
         self._clock, self._place, self._threads = clock, place or here, threads
-        self._shard: Shard | None = None
-        self._span: Span = (0, 0)
-        self._version = -1
+        self._slices: dict[int, Slice] = {}
         self._codec: Codec | None = None
         self._model_codec: Elementwise | None = None
         self._trained = 0
-        self._reduced = -1  # the version whose results are added up
-        self._sums: Sums = {}
-        self._seconds: list[float] = []
         self._kept: dict[int, dict[int, State]] = {}  # by slot and version
         self._secret: bytes | None = None
         self._address: Address | None = None
@@ -98,6 +110,7 @@ class Server(Holder):
         version: int,
         secret: bytes | None,
         codecs: tuple[Codec | None, Elementwise | None],
+        slot: tuple[int, bool],
         spans: Sequence[Span],
         *parts: Any,
     ) -> tuple[tuple[Place, bool], Array, State]:
@@ -105,54 +118,62 @@ class Server(Holder):
 
         secret: of the processes that may connect to this one; None: slices go by Ray's stores.
         codecs: of results, and of models.
+        slot: its number, and whether to keep other slices and the states of other servers.
         """
         (self._codec, self._model_codec), self._trained = codecs, layout.trained
-        self._shard, self._reduced = None, -1  # frees the old memory first
-        self._kept.clear()
+        index, beside = slot
+        self._slices.pop(index, None)  # frees the old memory first
+        if not beside:
+            self._slices.clear()
+            self._kept.clear()
         shard = recipe()
         if "torch" in sys.modules:  # bits do not depend on it: values are stepped one by one
             sys.modules["torch"].set_num_threads(self._threads)
         saved = zip(spans, joined(parts, len(spans)), strict=True)
         shard.load(layout.cut([((at[0], at[1]), part) for at, part in saved], span))
-        self._shard, self._span, self._version = shard, (span[0], span[1]), version
-        state = self._state()
+        taken = self._slices[index] = Slice(shard, (span[0], span[1]), version)
+        state = self._state(taken)
         if self._peer is None or secret != self._secret:  # otherwise others may ask for its objects
             self._address, self._secret = self._open(secret), secret
         place = replace(self._place(), address=self._address)
-        return (place, bool(state[0])), self._published(shard), state
+        return (place, bool(state[0])), self._published(taken), state
 
-    def step(self, version: int, order: Order, lr_scale: float = 1.0) -> tuple[Done, Array, State]:
+    def step(
+        self, version: int, order: Order, lr_scale: float = 1.0, slot: int = 0
+    ) -> tuple[Done, Array, State]:
         """Take a whole step: add up the results, and let the optimizer step."""
-        return self.apply(version, self.reduce(version, order), lr_scale)
+        return self.apply(version, self.reduce(version, order, slot), lr_scale, slot)
 
-    def reduce(self, version: int, order: Order) -> Sums:
+    def reduce(self, version: int, order: Order, slot: int = 0) -> Sums:
         """Add up the results; return this slice's share of the sums over the whole vector.
 
         The server fetches the results by reference. As arguments of the call they would arrive at
         a lower priority, and up to twice as late over a slow link.
         """
-        shard = self._turn(version)
+        of = self._turn(slot, version)
         given, wants, at, refs, patience, groups = order
         weights = [factors_of(weight) for weight in given]
         incoming = Incoming(refs, patience, self._clock)
         if incoming.fails():
             raise Unusable(*incoming.failed(), {})
-        self._seconds = incoming.seconds
+        of.seconds = incoming.seconds
         m = len(weights[0]) if isinstance(weights[0], tuple) else 1
-        start, stop = covering(self._span, m)
+        start, stop = covering(of.span, m)
         spans = [(0, stop - start)] * len(refs) if at is None else [s for each in at for s in each]
-        pieces = self._checked(incoming.slices, spans, shard.vector.dtype)
+        dtype = of.shard.vector.dtype
+        pieces = self._checked(incoming.slices, spans, of.span[0], dtype)
         if at is not None:
-            pieces = list(_put_together(np.empty(stop - start, shard.vector.dtype), at, pieces))
-        factors, vectors = decoded(weights, pieces, self._span)
+            pieces = list(_put_together(np.empty(stop - start, dtype), at, pieces))
+        factors, vectors = decoded(weights, pieces, of.span)
         if groups is not None:
             factors, vectors = grouped(factors, vectors, groups)
-        self._sums = shard.reduce(factors, vectors, frozenset(wants))
-        self._reduced = version
-        return self._sums
+        of.sums = of.shard.reduce(factors, vectors, frozenset(wants))
+        return of.sums
 
-    def _checked(self, packed: Sequence[Any], spans: Sequence[Span], dtype: Any) -> list[Array]:
-        """Decode the pieces, and refuse invalid ones.
+    def _checked(
+        self, packed: Sequence[Any], spans: Sequence[Span], start: int, dtype: Any
+    ) -> list[Array]:
+        """Decode the pieces of a slice that starts there, and refuse invalid ones.
 
         The driver has checked only the norm that the worker reported, not the values themselves.
         """
@@ -160,7 +181,7 @@ class Server(Holder):
         for index, (piece, span) in enumerate(zip(packed, spans, strict=True)):
             try:
                 if self._codec is not None:
-                    piece = self._received(self._codec, piece, span)
+                    piece = self._received(self._codec, piece, start, span)
                 pieces.append(piece)
                 why = fault_of(piece, span[1] - span[0], dtype)
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -171,26 +192,27 @@ class Server(Holder):
             raise Unusable((), (), bad)
         return pieces
 
-    def _received(self, codec: Codec, packed: Any, span: Span) -> Array:
-        """Decode a piece that covers a span of this slice."""
+    def _received(self, codec: Codec, packed: Any, start: int, span: Span) -> Array:
+        """Decode a piece that covers a span of a slice."""
         from paceline.codecs.uplink import received
 
-        start = self._span[0]
         return received(packed, codec, (start + span[0], start + span[1]), self._trained)
 
-    def apply(self, version: int, totals: Sums, lr_scale: float = 1.0) -> tuple[Done, Array, State]:
+    def apply(
+        self, version: int, totals: Sums, lr_scale: float = 1.0, slot: int = 0
+    ) -> tuple[Done, Array, State]:
         """Step along the reduced results; return the entries of `Done`, the values as they are
         published, and the state."""
-        shard = self._turn(version)
-        if self._reduced != version:
+        of = self._turn(slot, version)
+        if (sums := of.sums) is None:
             raise RuntimeError(
                 f"apply() of version {version} came before its reduce(); this is a bug in the "
                 "engine"
             )
-        shard.apply(totals, lr_scale)
-        self._version = version
-        state = self._state()
-        return (self._sums, bool(state[0]), self._seconds), self._published(shard), state
+        of.shard.apply(totals, lr_scale)
+        of.version, of.sums = version, None
+        state = self._state(of)
+        return (sums, bool(state[0]), of.seconds), self._published(of), state
 
     @ray.method(concurrency_group="sums")  # type: ignore[untyped-decorator]
     def sum_up(self, weights: Sequence[float], slices: Sequence[Any], patience: float) -> Any:
@@ -257,27 +279,27 @@ class Server(Holder):
         low_priority.start(work, "paceline-slice")
         return found.result(timeout), dict(saved.data)
 
-    def _state(self) -> State:
-        assert self._shard is not None
-        state: State = parted(self._shard.save(), self._model_codec is not None)[-1]
+    def _state(self, of: Slice) -> State:
+        state: State = parted(of.shard.save(), self._model_codec is not None)[-1]
         return state
 
-    def _published(self, shard: Shard) -> Array:
+    def _published(self, of: Slice) -> Array:
         """Return the values as workers get them."""
         if self._model_codec is None:
-            return shard.vector
+            return of.shard.vector
         from paceline.codecs.downlink import rounded
 
-        return rounded(self._model_codec, shard.vector, self._span, self._trained)
+        return rounded(self._model_codec, of.shard.vector, of.span, self._trained)
 
-    def _turn(self, version: int) -> Shard:
+    def _turn(self, slot: int, version: int) -> Slice:
         """Refuse a step that is not the next one: no step is taken twice or left out."""
-        if self._shard is None or version != self._version + 1:
+        of = self._slices.get(slot)
+        if of is None or version != of.version + 1:
             raise RuntimeError(
-                f"a server at version {self._version} cannot make version {version}; this is a "
-                "bug in the engine"
+                f"a server at version {-1 if of is None else of.version} cannot make version "
+                f"{version}; this is a bug in the engine"
             )
-        return self._shard
+        return of
 
 
 def parted(saved: Saved, is_rounded: bool) -> tuple[Any, ...]:

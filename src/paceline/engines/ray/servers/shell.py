@@ -6,7 +6,7 @@ It decides nothing. Answers become events; answers of a server's former life are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from paceline.core.protocol import Task, Want
-from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.failures import reason_of
-from paceline.engines.ray.pool import Member, Pool
+from paceline.engines.ray.pool import Member
 from paceline.engines.ray.reducer import Stepped
 from paceline.engines.ray.servers.events import (
     Add,
     Apply,
+    AskAnew,
     AskHeld,
     Call,
     CameUp,
@@ -30,8 +30,8 @@ from paceline.engines.ray.servers.events import (
     GiveState,
     HeldTold,
     KeepState,
+    MayBeLate,
     NotUp,
-    Pieces,
     Probe,
     Probed,
     ReadHeld,
@@ -57,15 +57,15 @@ from paceline.engines.ray.servers.events import (
     SumUp,
     TakeStep,
     Trust,
+    Watch,
     WriteSlice,
 )
 from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.machine import Machine
-from paceline.engines.ray.servers.placement import Placement
+from paceline.engines.ray.servers.processes import Processes, RayFleet
 from paceline.engines.ray.servers.server import Unusable
-from paceline.engines.ray.servers.slices import Copy, Kept, Version
+from paceline.engines.ray.servers.slices import Copy, Kept, Pieces, Version
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
-from paceline.engines.ray.transport.calls import Transport
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server
 
@@ -78,78 +78,21 @@ _SHORT = 10.0  # seconds for a small question to a worker
 
 
 @dataclass(frozen=True)
-class Processes:
-    """The servers and workers of a job, and how to call them.
-
-    secret: of the processes that may connect to each other.
-    timeout, start_timeout: seconds for a call, and for the start of a server.
-    sum_on_nodes: whether results of one node are added up before they leave it.
-    """
-
-    servers: Pool
-    placement: Placement
-    workers: Pool
-    transport: Transport
-    secret: bytes | None
-    calls: Calls
-    timeout: float
-    start_timeout: float
-    sum_on_nodes: bool = False
-
-
-@dataclass(frozen=True)
 class Callbacks:
     """The requests that servers make to the engine.
 
     stepped: reports a step.
     changed: sends the tasks that wait for their model.
+    asked_anew: has workers ask again for a version of the model that they wait for.
     redo: has any worker compute a task again on its model.
     refused: rejects a result that a server refused, before it is computed again.
     """
 
     stepped: Stepped
     changed: Callable[[], None]
+    asked_anew: Callable[[Version], None]
     redo: Callable[[Task, Version], None]
     refused: Callable[[Token, Task, str], None]
-
-
-class RayFleet:
-    """The machine's view of the processes."""
-
-    def __init__(self, processes: Processes, transfers: Transfers) -> None:
-        self._servers, self._workers = processes.servers, processes.workers
-        self._cluster, self._transfers = processes.servers.cluster, transfers
-
-    @property
-    def now(self) -> float:
-        return self._cluster.clock()
-
-    @property
-    def workers(self) -> int:
-        return len(self._workers.members)
-
-    @property
-    def probing(self) -> bool:
-        return self._transfers.running
-
-    def alive(self) -> Collection[str]:
-        return self._cluster.nodes()
-
-    def worker_nodes(self) -> Sequence[str]:
-        return self._workers.nodes()
-
-    def has(self, server: str) -> bool:
-        return server in self._servers.members
-
-    def joined(self, server: str) -> bool:
-        return self._servers.members[server].joined
-
-    def node(self, server: str) -> str:
-        place = self._servers.members[server].place
-        return place.node if place else ""
-
-    def address(self, node: str) -> str:
-        return self._cluster.address(node)
 
 
 class Shell:
@@ -224,6 +167,8 @@ class Shell:
             case Probe():
                 then = partial(self._probed, call)
                 self.transfers.start(call.ways, call.size, _SHORT, then)
+            case Watch():
+                self._calls.later(call.seconds, partial(self._handle, MayBeLate(call)))
             case _:
                 self._request(call)
 
@@ -243,31 +188,33 @@ class Shell:
                 self._callbacks.stepped(dict(stats))
             case Ship():
                 self._callbacks.changed()
+            case AskAnew(model):
+                self._callbacks.asked_anew(model)
             case Redo(task, model):
                 self._callbacks.redo(task, model)
             case Refuse(token, task, why):
                 self._callbacks.refused(token, task, why)
 
     def _call_server(self, call: ServerCall) -> None:
-        member = self._pool.members[call.server]
+        member, slot = self._pool.members[call.server], call.slot.index
         timeout, actor = self._timeout, member.actor
         match call:
-            case SetUp(_, version, span, copy=copy):
+            case SetUp(_, version, span, copy=copy, beside=beside):
                 timeout = self._processes.start_timeout
                 done, call.values.ref, call.state.ref = actor.set_up.options(num_returns=3).remote(
                     *(self._server.recipe(span), self._server.layout, span, version),
-                    *(self._processes.secret, self._codecs, copy.spans),
+                    *(self._processes.secret, self._codecs, (slot, beside), copy.spans),
                     *(part.ref for part in copy.parts),
                 )
             case TakeStep(_, version, step=step, pieces=pieces):
                 made = member, version, call.values, call.state
                 order = self._order(pieces)
-                done = self._transport.publish(*made, "step", version, order, step.lr_scale)
+                done = self._transport.publish(*made, "step", version, order, step.lr_scale, slot)
             case Reduce(_, version, pieces=pieces):
-                done = actor.reduce.remote(version, self._order(pieces))
+                done = actor.reduce.remote(version, self._order(pieces), slot)
             case Apply(_, version, totals, step=step):
                 made = member, version, call.values, call.state
-                done = self._transport.publish(*made, "apply", version, totals, step.lr_scale)
+                done = self._transport.publish(*made, "apply", version, totals, step.lr_scale, slot)
         self._await(call, member, done, timeout)
 
     def _order(self, pieces: Pieces) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,7 @@ class Copy:
     parts: Sequence[Object]
     node: str | None = None  # whose loss would take the parts with it
     rescued: bool = False  # whether to search the workers again if this copy is lost
+    other: Copy | None = None  # of the same slice on a node that is slow, if this copy is lost
 
 
 @dataclass(eq=False)
@@ -111,7 +112,8 @@ class Slot:
     held: int = -1  # the newest version that a worker on another node has
     states: dict[int, Object | Kept] = field(default_factory=dict)  # by version
     copied: int = -1  # the newest version whose state is elsewhere, if that was possible
-    copying: bool = False  # whether a state is on its way to another node
+    keeper: str | None = None  # the server to which a state is on its way
+    watched: int = -1  # the version whose copy was watched last
     attempts: int = 0
     slow: int = 0  # steps in a row
     raised: int = -1  # the version at which its former process raised an exception
@@ -140,6 +142,7 @@ class Step:
     stats: dict[Stat, float]
     model: Version
     lr_scale: float = 1.0
+    began: float = 0.0  # when it was sent to the servers, on the cluster's clock
     states: list[Object | None] = field(default_factory=list)
     sums: dict[int, Sums] = field(default_factory=dict)
     totals: Sums | None = None
@@ -168,6 +171,26 @@ class Step:
         if next(rest, None) is not None:  # a result came in several pieces
             return ()
         return [found[index] for index in range(len(found))]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a step's results that meet one slice.
+
+    weights: of each result, or of a sum in its place.
+    at: where the pieces of each result go in the slice; None if each result comes as one.
+    results, slices: of each piece its result, and that result's slices as they are sent now.
+    groups: the places of results that are added up first, by node; None: all in one order.
+    sums: the sums among the pieces, by place. Such a piece has the first of its results.
+    """
+
+    weights: list[Coefficients]
+    at: list[list[Span]] | None
+    refs: list[Any]
+    results: list[Result]
+    slices: list[Sequence[Any]]
+    groups: list[list[int]] | None = None
+    sums: Mapping[int, NodeSum] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -32,6 +32,7 @@ from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.pieces import pieces_of
 from paceline.engines.ray.servers.slices import (
     Copy,
+    Kept,
     NodeSum,
     Object,
     Result,
@@ -91,10 +92,10 @@ class Steps:
         """Return whether servers are done with the step before, and enough is copied."""
         if not self.waiting or not self.history.last.whole:
             return False
-        needed = self._needed_copy()
+        needed = self.needed_copy()
         return all(slot.copied >= needed for slot in self.slots)
 
-    def _needed_copy(self) -> int:
+    def needed_copy(self) -> int:
         """Return the version that must be on a second node before the next step.
 
         An older one will do if a server that starts from it can repeat all steps since. Results
@@ -112,6 +113,7 @@ class Steps:
         count = len(self.slots)
         step.model.spans, step.states = self.spans, [None] * count
         step.model.slices = [None] * count
+        step.began = self._fleet.now
         self.history.log.append(step)
         if self._settings.sum_on_nodes and not any(
             isinstance(each, tuple) for each in step.weights
@@ -200,6 +202,12 @@ class Steps:
             totals = step.totals or self._totals(step)
             self._do(Report(step.stats | statistics(totals, self._settings.wants)))
 
+    def left(self, step: Step) -> list[Slot]:
+        """Return the slices whose servers are not done with a step, or with its first phase."""
+        first = self._settings.needs_totals and step.totals is None
+        done = step.sums if first else step.done
+        return [slot for slot in self.slots if slot.index not in done]
+
     def _totals(self, step: Step) -> Sums:
         return add_up(step.sums[index] for index in range(len(self.slots)))
 
@@ -210,38 +218,50 @@ class Steps:
         parts = [state] if self._settings.rounded else [values, state]
         return Copy(version, [slot.span], parts, self.node(slot))
 
-    def copy_state(self, slot: Slot, has_arrays: bool) -> None:
+    def copy_state(self, slot: Slot, has_arrays: bool, late: str | None = None) -> None:
         """Have a server on another node keep the state as of the newest step.
 
         If the state before is still on its way, this one follows when that has arrived.
+        late: a server that keeps none.
         """
         version, state = slot.newest.version, slot.newest.parts[-1]
-        keeper = self._keeper(slot)
+        keeper = self._keeper(slot, late)
         if not has_arrays:  # it is small, and in this process
             slot.states[version] = state
         if not has_arrays or keeper is None:
             slot.copied = version
             return
-        if not slot.copying:
-            slot.copying = True
+        if slot.keeper is None:
+            slot.keeper = keeper
             oldest = self.history.base.number
             self._do(KeepState(keeper, slot.index, version, oldest, slot, state))
+
+    def keep_elsewhere(self, server: str) -> None:
+        """Copy the states again that a server keeps, or is about to: it is lost, or too slow."""
+        for slot in self.slots:
+            kept = {v: state for v, state in slot.states.items() if not is_with(state, server)}
+            if len(kept) < len(slot.states) or slot.keeper == server:
+                slot.states, slot.keeper = kept, None
+                self.copy_state(slot, True, server)
 
     def state_kept(self, event: StateKept) -> None:
         slot, version = event.call.slot, event.call.version
         if event.keeper is not None:
             slot.states[version] = event.keeper
+        elif slot.keeper != event.call.keeper:
+            return  # it is copied to another server instead
         slot.copied = max(slot.copied, version)  # if it failed, the next one may not
         self.forget()
-        slot.copying = False
+        slot.keeper = None
         if slot.newest.version > version:
             self.copy_state(slot, True)
 
-    def _keeper(self, slot: Slot) -> str | None:
-        """Return the next server on another node."""
+    def _keeper(self, slot: Slot, late: str | None) -> str | None:
+        """Return the next server on another node, without one that is late."""
         for shift in range(1, len(self.slots)):
             other = self.slots[(slot.index + shift) % len(self.slots)]
-            if other.index not in self.starting and self.node(other) != self.node(slot):
+            usable = other.index not in self.starting and other.server != late
+            if usable and self.node(other) != self.node(slot):
                 return other.server
         return None
 
@@ -266,8 +286,13 @@ class Steps:
     def node(self, slot: Slot) -> str:
         return self._fleet.node(slot.server)
 
-    def slot_of(self, server: str) -> Slot:
-        return next(slot for slot in self.slots if slot.server == server)
+    def slots_of(self, server: str) -> list[Slot]:
+        return [slot for slot in self.slots if slot.server == server]
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers that have slices, each once."""
+        return list(dict.fromkeys(slot.server for slot in self.slots))
 
     def has(self, slot: Slot) -> bool:
         """Return whether a slot is one of the present cut."""
@@ -308,3 +333,7 @@ class Steps:
         self.history.clear()
         self.starting.clear()
         self._cut_anew.clear()
+
+
+def is_with(state: Object | Kept, server: str) -> bool:
+    return isinstance(state, Kept) and state.server == server

@@ -12,8 +12,8 @@ from paceline.core.logs import logger_of
 from paceline.engines.base import Writing
 from paceline.engines.ray.failures import reason_of
 from paceline.engines.ray.servers.machine import Machine
+from paceline.engines.ray.servers.processes import Processes
 from paceline.engines.ray.servers.shared_folder import is_answered, offer
-from paceline.engines.ray.servers.shell import Processes
 
 logger = logger_of(__name__)
 _PROBE_SECONDS = 15.0

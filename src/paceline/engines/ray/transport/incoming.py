@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from paceline.engines.ray.transport.inbox import Lost
 from paceline.engines.ray.transport.refs import Held, give_up
 from paceline.learners.base import Array
 
@@ -79,14 +80,23 @@ class Incoming:
         self.waited = 0.0  # seconds, by the thread that iterates
         arrivals = _Arrivals(len(refs), clock, all_of_them)
         self.seconds, self._wake = arrivals.seconds, arrivals.wake  # until each arrived
-        self._given_up = False
+        self._ended: Exception | None = None  # why it waits no longer
         self._held = [ref for ref in refs if isinstance(ref, Held)]
         self._futures: list[Future[Any]] = [ref.future() for ref in refs]
         for index, future in enumerate(self._futures):
             future.add_done_callback(partial(arrivals.one_more, index))
 
     def give_up(self) -> None:
-        self._given_up = True
+        """Stop to wait, since the task was cancelled."""
+        self._end(GivenUp())
+
+    def lose(self) -> None:
+        """Stop to wait for slices that have not come."""
+        if not all(future.done() for future in self._futures):
+            self._end(Lost("a slice has moved to another server"))
+
+    def _end(self, why: Exception) -> None:
+        self._ended = self._ended or why
         self._wake.set()
         give_up(self._held)
 
@@ -97,8 +107,8 @@ class Incoming:
                 f"slices did not arrive within {self._patience:g} s"
             )
         self.waited = self._clock() - begin
-        if self._given_up:
-            raise GivenUp
+        if self._ended is not None:
+            raise self._ended
         for future in self._futures:
             if future.done():
                 future.result(timeout=0)  # raises if it is lost

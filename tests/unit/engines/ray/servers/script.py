@@ -13,6 +13,7 @@ from paceline.engines.ray.servers.events import (
     Call,
     Event,
     KeepState,
+    MayBeLate,
     Probe,
     Reduce,
     Reduced,
@@ -24,6 +25,7 @@ from paceline.engines.ray.servers.events import (
     StateKept,
     StepTaken,
     TakeStep,
+    Watch,
 )
 from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.machine import Machine
@@ -82,6 +84,9 @@ class Script:
 
     def worker_nodes(self) -> Sequence[str]:
         return list(dict.fromkeys(n for n in self.worker_of.values() if n not in self.lost))
+
+    def has_worker(self, token: Token) -> bool:
+        return token.worker in self.worker_of
 
     def has(self, server: str) -> bool:
         return server in self.nodes
@@ -148,6 +153,12 @@ class Script:
 
     def reduced(self, server: str, sums: Sums) -> list[Asked]:
         return self.told(Reduced(self.last(Reduce, server), sums))
+
+    def watched(self) -> list[Asked]:
+        """Have the seconds of the last watch pass."""
+        call = next(call for call in reversed(self.calls) if isinstance(call, Watch))
+        self.now += call.seconds
+        return self.told(MayBeLate(call))
 
     def kept(self, index: int, life: int | None = 0) -> list[Asked]:
         """Tell that the state of a slice was kept; without a life of the keeper, that it failed."""

@@ -17,7 +17,7 @@ from paceline.engines.ray.servers.events import (
     TakeStep,
     Trust,
 )
-from paceline.engines.ray.servers.server import Server, joined, parted
+from paceline.engines.ray.servers.server import Server, Slice, joined, parted
 from paceline.engines.ray.servers.slices import Version
 from paceline.engines.ray.servers.steps import LAG
 from paceline.engines.ray.worker import Worker, pack
@@ -164,7 +164,7 @@ def test_a_state_is_parted_and_joined(is_rounded: bool) -> None:
 def test_a_server_publishes_rounded_values_and_steps_on_exact_ones() -> None:
     learner, codec = pl.learners.Quadratic((1.0, 1.0), lr=0.5), pl.codecs.BFloat16()
     server = Server()
-    server._shard, server._span, server._version = learner.server(), (0, 2), 0
+    server._slices[0] = Slice(learner.server(), (0, 2), 0)
     server._model_codec, server._trained = codec, 1  # the second value is untrained
     values = np.array([1.001, 1.001])
     for version in (1, 2):

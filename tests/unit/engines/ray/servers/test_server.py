@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import paceline as pl
-from paceline.engines.ray.servers.server import Server, Unusable, _put_together
+from paceline.engines.ray.servers.server import Server, Slice, Unusable, _put_together
 from paceline.engines.ray.servers.shared_folder import is_answered, offer
 from paceline.engines.ray.transport.incoming import GivenUp, Incoming
 from paceline.engines.ray.worker import Gone, Worker
@@ -36,9 +36,8 @@ class Ref:
 
 def serving(version: int = 3) -> Server:
     server = Server()
-    server._shard = pl.learners.Quadratic((1.0, 1.0), lr=0.5).server()
-    server._span = 0, 2
-    server._version = version
+    shard = pl.learners.Quadratic((1.0, 1.0), lr=0.5).server()
+    server._slices[0] = Slice(shard, (0, 2), version)
     return server
 
 
@@ -60,7 +59,7 @@ def test_only_the_next_step_is_taken(version: int) -> None:
     server = serving()
     with pytest.raises(RuntimeError, match="at version 3 cannot make version"):
         server.step(version, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
-    assert server._shard is not None and server._shard.vector.tolist() == [1.0, 1.0]
+    assert server._slices[0].shard.vector.tolist() == [1.0, 1.0]
 
 
 def test_a_repeated_step_is_not_taken_twice() -> None:

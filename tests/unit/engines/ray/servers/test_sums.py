@@ -9,7 +9,7 @@ import pytest
 
 import paceline as pl
 from paceline.engines.ray.servers.events import Redo, Ship, SumUp, TakeStep
-from paceline.engines.ray.servers.server import Server, Unusable
+from paceline.engines.ray.servers.server import Server, Slice, Unusable
 from paceline.engines.ray.servers.sums import weighted_sum
 from tests.storms.simulated import SimulatedRay
 from tests.storms.weather import Weather, World
@@ -100,8 +100,8 @@ def test_a_step_that_is_taken_again_uses_the_results() -> None:
 
 def serving(size: int) -> Server:
     server = Server()
-    server._shard = pl.learners.Quadratic((1.0,) * size, lr=1.0).server()
-    server._span, server._version = (0, size), 0
+    shard = pl.learners.Quadratic((1.0,) * size, lr=1.0).server()
+    server._slices[0] = Slice(shard, (0, size), 0)
     return server
 
 

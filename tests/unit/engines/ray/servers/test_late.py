@@ -1,0 +1,205 @@
+"""A server that keeps all others waiting with a step gives its slice to another node's server."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.engines.ray.servers.events import (
+    AskAnew,
+    AskHeld,
+    GiveState,
+    KeepState,
+    Probe,
+    ReadHeld,
+    Reduce,
+    Remove,
+    Replace,
+    Report,
+    ServerLost,
+    SetUp,
+    Ship,
+    StateKept,
+    TakeStep,
+    Trust,
+    Watch,
+)
+from paceline.engines.ray.servers.links import PROBE_SECONDS
+from tests.unit.engines.ray.servers.script import Script, asked
+
+SERVERS, WORKERS = {"s0": "A", "s1": "B", "s2": "C"}, {"w0": "A", "w1": "B", "w2": "C"}
+REPORTED = (Report, {"loss": 1.0})
+
+
+def late(
+    *, has_arrays: bool = False, totals: bool = False, workers: tuple[str, ...] = ("w0", "w1")
+) -> Script:
+    """Take a step along results of some workers, with which the server s2 is late.
+
+    has_arrays: of the optimizer's state. Then it is the second step.
+    """
+    run = Script(SERVERS, WORKERS, totals)
+    run.all_started(has_arrays)
+    if has_arrays:
+        run.kept(1)
+        run.kept(2)
+        run.step(*workers)
+        for server in SERVERS:
+            run.taken(server, has_arrays=True)
+        for index in range(3):
+            run.kept(index)
+    run.step(*workers)
+    run.now += 0.5
+    for server in ("s0", "s1"):
+        if totals:
+            run.reduced(server, {})
+        else:
+            run.taken(server, has_arrays=has_arrays)
+    return run
+
+
+TAKEN_OVER = [
+    (ReadHeld, "w1", 0, (6, 10)),
+    (SetUp, "s0", 0, (6, 10)),
+    (Remove, "s2"),
+    (AskAnew,),
+]
+
+
+def test_the_server_of_another_node_takes_the_step() -> None:
+    run = late()
+    call = run.calls[-1]
+    assert asked(call) == (Watch, "s2", 1) and isinstance(call, Watch) and call.seconds == 2.0
+    assert run.watched() == TAKEN_OVER
+    assert run.last(SetUp, "s0").beside  # it keeps its own slice
+    assert run.started("s0") == [(TakeStep, "s0", 1), (Ship,)]
+    assert run.last(TakeStep, "s0").pieces.refs == ["100:6", "101:6"]
+    assert run.taken("s0") == [(Trust, "s0"), REPORTED, (Ship,)]
+    assert run.machine.steps.model.whole
+
+
+def test_the_model_is_cut_anew_before_the_next_step_and_the_link_probed() -> None:
+    run = late()
+    run.watched()
+    run.started("s0")
+    run.taken("s0")
+    run.now += PROBE_SECONDS
+    calls = run.step("w0", "w1")
+    assert calls[:2] == [(SetUp, "s0", 1, (0, 3)), (SetUp, "s1", 1, (3, 10))]
+    assert [call[:3] for call in calls[2:]] == [
+        (Probe, "left out", [("C", "A"), ("B", "A")]),
+        (Ship,),
+    ]
+    assert not run.last(SetUp, "s0").beside
+    assert run.last(SetUp, "s1").copy.spans == [(2, 6), (6, 10)]
+
+
+def test_a_server_that_answers_in_time_keeps_its_slice() -> None:
+    run = late()
+    assert run.taken("s2") == [(Trust, "s2"), REPORTED, (Ship,)]
+    assert run.watched() == []
+    run.step("w0", "w1")
+    assert run.watched() == []  # this is the next step
+
+
+def test_slower_steps_are_watched_longer() -> None:
+    run = Script(SERVERS, WORKERS)
+    run.all_started()
+    run.step("w0")
+    run.now += 4.0
+    run.taken("s0")
+    run.taken("s2")
+    call = run.calls[-1]
+    assert isinstance(call, Watch) and call.server == "s1" and call.seconds == 8.0
+
+
+def test_of_two_servers_none_is_late() -> None:
+    run = Script({"s0": "A", "s1": "B"}, WORKERS)
+    run.all_started()
+    run.step("w0")
+    run.taken("s0")
+    assert not [call for call in run.calls if isinstance(call, Watch)]
+
+
+def test_a_slice_that_only_the_late_node_has_stays_there() -> None:
+    run = late(workers=("w2",))
+    assert run.watched() == []
+    assert run.taken("s2")[1:] == [REPORTED, (Ship,)]
+
+
+def test_a_server_that_waits_for_a_result_or_starts_again_is_not_late() -> None:
+    run = late()
+    run.unusable("s2", bad={0: "it is not finite"})
+    assert run.watched() == []
+    run = late()
+    run.told(ServerLost("s2", "its process died"))
+    assert run.watched() == []
+
+
+def test_the_state_comes_from_its_keeper_which_takes_the_slice() -> None:
+    run = late(has_arrays=True)
+    # s2 kept the state of s1, and was about to keep the next one
+    assert run.watched() == [
+        (KeepState, "s0", 1, 2, 0),
+        (GiveState, "s0", 2, 1),
+        (ReadHeld, "w1", 1, (6, 10)),
+        (SetUp, "s0", 1, (6, 10)),
+        (Remove, "s2"),
+        (AskAnew,),
+    ]
+    assert run.started("s0", has_arrays=True) == [
+        (KeepState, "s1", 2, 1, 0),
+        (TakeStep, "s0", 2),
+        (Ship,),
+    ]
+
+
+def test_what_a_late_server_says_of_a_copy_no_longer_counts() -> None:
+    run = late(has_arrays=True)
+    before = next(call for call in run.calls if asked(call)[:4] == (KeepState, "s2", 1, 2))
+    run.watched()
+    assert isinstance(before, KeepState)
+    slot = run.machine.steps.slots[1]
+    run.told(StateKept(before, None))
+    assert slot.keeper == "s0" and slot.copied == 1
+    run.kept(1)
+    assert slot.keeper is None and slot.copied == 2
+
+
+def test_the_results_may_still_have_to_be_added_up() -> None:
+    run = late(totals=True)
+    assert run.watched() == TAKEN_OVER
+    assert run.started("s0") == [(Reduce, "s0", 1), (Ship,)]
+
+
+def test_both_slices_are_recovered_if_their_server_is_lost() -> None:
+    run = late()
+    mine = run.machine.steps.slots[2].newest
+    run.watched()
+    assert run.told(ServerLost("s0", "its process died")) == [
+        (Replace, "s0"),
+        (SetUp, "s0", 1, (0, 2)),
+        (SetUp, "s0", 0, (6, 10)),  # from the copy that the late server has left
+    ]
+    assert run.last(SetUp, "s0").copy is mine
+
+
+def test_a_copy_that_is_lost_is_searched_elsewhere_once_the_late_node_is_lost_too() -> None:
+    run = late()
+    run.watched()
+    run.lost.add("C")
+    assert run.told(ServerLost("s0", "its process died"))[-1] == (AskHeld, "s0")
+
+
+@pytest.mark.parametrize("node", ["A", "B"])
+def test_a_node_with_two_slices_can_be_taken_away(node: str) -> None:
+    run = late()
+    run.watched()
+    run.started("s0")
+    run.taken("s0")
+    run.machine.leave({node})
+    stays = "s1" if node == "A" else "s0"
+    assert run.last(SetUp, stays).span == (0, 10)
+    assert [call.server for call in run.calls if isinstance(call, Remove)] == [
+        "s2",
+        "s0" if node == "A" else "s1",
+    ]
