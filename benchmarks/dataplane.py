@@ -16,9 +16,10 @@ the network dominates the time. Needs root, `ip`, and a C compiler.
 `--width 7071 --workers 2 --half` is 400M in bfloat16 both ways. `--checkpoints` compares the steps
 during which servers write a checkpoint with the others.
 
-    python benchmarks/dataplane.py [--quick] [--large] [--bf16 20 100]
+    python benchmarks/dataplane.py [--quick] [--large] [--bf16 20 100] [--slow-link 5 20]
 
 `--bf16`: all-reduce, spread and spread in bfloat16 alone, for models of these megabytes.
+`--slow-link`: steps of `k_sync(3)` before and after a link slows down in mid-run, for such models.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -54,6 +56,8 @@ BOUNDS = {"to_all_reduce": 1.25, "star_to_spread": 2.0, "slow_link": 1.3}
 BOUNDS["bf16_to_all_reduce"] = 0.6  # from 20 MB on: half the bytes, and copies of exact values
 QUICK_BOUNDS = {"to_all_reduce": 1.8, "star_to_spread": 1.4}  # three hosts, a handful of steps
 WARM_UP = 2  # steps or rounds of a block that do not count
+BLOCKS, UNDISTURBED, DISTURBED = 5, 8, 12  # a link that slows down in mid-run: steps of a block
+AFTER_FIRST = 2.0  # the longest step after the first with the slow link, to the median before
 INPUTS, CLASSES = 784, 10
 
 
@@ -131,6 +135,7 @@ class Arms:
         steps: int,
         momentum: float = 0.0,
         codec: pl.codecs.BFloat16 | None = None,
+        callbacks: Sequence[pl.Callback] = (),
     ) -> list[float]:
         """codec: of results and models."""
         self._engine.servers = servers
@@ -141,6 +146,7 @@ class Arms:
             progress=False,
             codec=codec,
             model_codec=codec,
+            callbacks=callbacks,
         )
         run = trainer.fit(steps=WARM_UP + steps)
         return [float(s) for s in np.diff(run.metrics["seconds"], prepend=0.0)]
@@ -197,13 +203,66 @@ def drive(
                 input()
 
 
+class SlowsDown(pl.Callback):
+    """Has a link slow down after a step, and waits until it has."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def stepped(self, progress: pl.Progress) -> None:
+        if progress.step == self._step:
+            tell(link="slow")
+            input()
+
+
+def slow_link(address: str, sizes: list[float], blocks: int) -> None:
+    """Have a link slow down in mid-run, once in each block; print the seconds of all steps."""
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    workers = len(ray.nodes())
+    with pl.Ray(workers, cpus=1, timeout=300) as engine:
+        arms = Arms(engine)
+        for megabytes in sizes:
+            some = pl.k_sync(workers - 1)
+            arms.steps("spread", pl.sync(), megabytes, 1)  # a warm-up: opens connections
+            for _ in range(blocks):
+                slows = [SlowsDown(WARM_UP + UNDISTURBED)]
+                steps = UNDISTURBED + DISTURBED
+                seconds = arms.steps("spread", some, megabytes, steps, callbacks=slows)
+                tell(size=megabytes, arm="k_sync", seconds=seconds[WARM_UP:])
+                tell(link="fast")
+                input()
+
+
+def report_slow_link(found: dict[str, Any]) -> dict[str, Any]:
+    """Compare the steps after a link slowed down with the median step before, block by block."""
+    figures: dict[str, Any] = {}
+    for size, arms in found.items():
+        count = UNDISTURBED + DISTURBED
+        steps = np.reshape(arms["k_sync"], (-1, count))
+        print(
+            f"{size}, seconds a step:", *(np.round(block, 2).tolist() for block in steps), sep="\n"
+        )
+        usual = np.median(steps[:, :UNDISTURBED], axis=1, keepdims=True)
+        relative = steps[:, UNDISTURBED:] / usual
+        figures[size] = {
+            "usual_seconds": [round(float(each), 3) for each in usual[:, 0]],
+            "first": [round(float(each), 2) for each in relative[:, 0]],
+            "longest_after": [round(float(each), 2) for each in relative[:, 1:].max(axis=1)],
+            "median_after": [round(float(np.median(each)), 2) for each in relative[:, 1:]],
+        }
+    return figures
+
+
 # --- outside -------------------------------------------------------------------------------------
 
 
-def measure(quick: bool, bf16: list[float]) -> tuple[dict[str, Any], float]:
+def measure(
+    quick: bool, bf16: list[float], slow_links: list[float]
+) -> tuple[dict[str, Any], float]:
     """Run the driver on host 0 and change links on request; return seconds by size and arm.
 
     bf16: the sizes, if only the arms without a star and a slow link are measured.
+    slow_links: the sizes, if only a link that slows down in mid-run is measured.
     """
     hosts_count = 3 if quick else 4
     sizes = [5.0] if quick else [5.0, 20.0]
@@ -215,10 +274,12 @@ def measure(quick: bool, bf16: list[float]) -> tuple[dict[str, Any], float]:
     carried: list[float] = []
     with Hosts(hosts_count, delay=DELAY, rate=RATE, queue=QUEUE) as hosts:
         address = hosts.start_ray(cpus=1)
-        plan = json.dumps([address, sizes, passes, counts, not quick and not bf16])
+        plan: list[Any] = [address, sizes, passes, counts, not quick and not bf16]
+        if slow_links:
+            plan = [address, slow_links, 1 if quick else BLOCKS]
         process = hosts.popen(
             0,
-            [sys.executable, __file__, "--drive", plan],
+            [sys.executable, __file__, "--drive", json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -241,7 +302,9 @@ def measure(quick: bool, bf16: list[float]) -> tuple[dict[str, Any], float]:
         killer.cancel()
         if process.wait(30):
             raise RuntimeError(f"the driver on host 0 ended with {process.returncode}")
-    per_step = (carried[1] - carried[0]) / (counts[0][1] + WARM_UP) / 1e6
+    per_step = 0.0
+    if carried:
+        per_step = (carried[1] - carried[0]) / (counts[0][1] + WARM_UP) / 1e6
     return {size: dict(arms) for size, arms in found.items()}, per_step
 
 
@@ -427,10 +490,12 @@ def main() -> None:
     arguments.add_argument("--half", action="store_true", help="the large model in bfloat16")
     arguments.add_argument("--checkpoints", action="store_true", help="of the large model alone")
     arguments.add_argument("--bf16", type=float, nargs="*", default=[], help="sizes in megabytes")
+    arguments.add_argument("--slow-link", type=float, nargs="*", default=[], help="in megabytes")
     arguments.add_argument("--drive", help="for the benchmark itself, on host 0")
     given = arguments.parse_args()
     if given.drive:
-        drive(*json.loads(given.drive))
+        plan = json.loads(given.drive)
+        (drive if len(plan) > 3 else slow_link)(*plan)
         return
     about = machine("torch", "ray", "numpy")
     if given.checkpoints:
@@ -451,7 +516,12 @@ def main() -> None:
     if reason := missing():
         finish("dataplane", {"not_run": reason}, bounds, False, about, given)
     load = OtherLoad()
-    found, per_step = measure(given.quick, given.bf16)
+    found, per_step = measure(given.quick, given.bf16, given.slow_link)
+    if given.slow_link:
+        figures = report_slow_link(found)
+        about["others"] = load.cores()
+        ok = all(max(each["longest_after"]) <= AFTER_FIRST for each in figures.values())
+        finish("dataplane, slow link", figures, {"longest_after": AFTER_FIRST}, ok, about, given)
     figures = report(found, per_step, bounds)
     about["others"] = load.cores()
     ok = all(figure["ok"] for name, figure in figures.items() if name.endswith(" MB"))

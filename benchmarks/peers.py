@@ -70,6 +70,7 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "local_sgd + shares": (families.Paceline, "local"),
     "sync + top 1 %": (families.Paceline, "step, few"),
     "local_sgd + few numbers": (families.Paceline, "local, few"),
+    "local_sgd + shares + few numbers": (families.Paceline, "local, few"),
     "auto": (families.Paceline, "step"),
     "session + shares": (families.Sessions, "step"),
     "local_steps": (families.Sessions, "local"),

@@ -13,4 +13,5 @@ MODELS = Chain(TopK(0.06), TwoBit())
 CODECS: dict[str, tuple[Any, Any]] = {
     "sync + top 1 %": (TOP, MODELS),
     "local_sgd + few numbers": (FEW, MODELS),
+    "local_sgd + shares + few numbers": (FEW, MODELS),
 }

@@ -156,7 +156,7 @@ class Worker(Holder):
         # Two, since its optimizer's state may be copied only up to the version before.
         self._models: dict[int, tuple[Sequence[Span], Sequence[Array]]] = {}
         self._abandoned: Token | None = None
-        self._asks_anew: Token | None = None  # the task whose model has moved
+        self._asks_anew: Token | None = None  # the next task, if its model has moved since
 
     def set_up(self, given: Given, seed: int, secret: bytes | None) -> Place:
         """Build the replica of a learner on its data shards, and forget an earlier one.
@@ -223,6 +223,7 @@ class Worker(Holder):
         if self._abandoned == token:
             incoming.give_up()
         elif self._asks_anew == token:
+            self._asks_anew = None
             incoming.lose()
 
         def proceed(done: int) -> bool:
@@ -361,8 +362,10 @@ class Worker(Holder):
     def ask_anew(self, token: bytes) -> None:
         """Stop to wait for the model of a task, since a slice of it has moved."""
         self._asks_anew = Token.unpack(token)
-        if self._incoming is not None and self._computing == self._asks_anew:
-            self._incoming.lose()
+        incoming = self._incoming
+        if incoming is not None and self._computing == self._asks_anew:
+            self._asks_anew = None
+            incoming.lose()
 
 
 def _reply(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -109,3 +110,40 @@ def test_nothing_of_an_abandoned_task_is_sent(worker: Worker) -> None:
     reply, *slices = worker.compute_slices(packed, model)
     assert slices == [None] * 3
     assert read(reply).samples == 8 and read(reply).norm is None
+
+
+class Never:
+    """A reference to a slice that does not come."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def future(self) -> Future[Any]:
+        self.asked.set()
+        return Future()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_task_whose_model_has_moved_is_answered_once_without_a_result(
+    worker: Worker, waits: bool
+) -> None:
+    """The notice may come before the task, or while it waits. Its next attempt is as any other."""
+    cut, model = set_up(worker, recipe(square))
+    token, packed = order(0, cut)
+    never = Never()
+
+    def move() -> None:
+        never.asked.wait(SECONDS)
+        worker.ask_anew(token.pack())
+
+    moved = threading.Thread(target=move)
+    if waits:
+        moved.start()
+    else:
+        worker.ask_anew(token.pack())
+    reply, *slices = worker.compute_slices(packed, [never, *model[1:]])
+    assert read(reply).samples is None and slices == [None] * 3
+    if waits:
+        moved.join(SECONDS)
+    reply, *slices = worker.compute_slices(packed, model)
+    assert read(reply).samples and all(piece is not None for piece in slices)

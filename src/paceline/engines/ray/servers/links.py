@@ -15,7 +15,9 @@ from paceline.engines.ray.servers.slices import LeftOut, Slot, Step
 # median transfer between other nodes, and a quarter of a second longer.
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 0.25
 SLOW_STEPS = 2
-"""Steps in a row with a slow link, after which a server is left out."""
+"""Steps in a row with a slow link, after which a server is left out. One step is enough if every
+transfer took longer by SEVERE_SECONDS, which is about what it costs to cut the model anew."""
+SEVERE_SECONDS = 2.0
 # A left-out server returns after GOOD_PROBES good probes of its node's link in a row. A probe is
 # good if it exceeds the usual time by less than half of what counts as slow. Each time that the
 # server is left out again, the interval between probes doubles.
@@ -25,12 +27,15 @@ PROBE_BYTES = 2**17, 2**23
 
 
 def slow_nodes(
-    sources: Sequence[str], arrivals: Sequence[tuple[str, Sequence[float]]]
+    sources: Sequence[str],
+    arrivals: Sequence[tuple[str, Sequence[float]]],
+    longer: float = SLOW_SECONDS,
 ) -> dict[str, bool]:
     """Return whether the link of each server's node is slow, for nodes that can be compared.
 
     sources: the node of each result.
     arrivals: for each server its node, and the seconds until each result was there.
+    longer: seconds by which a slow transfer takes longer than the median.
 
     One sort of all transfers; each node's median is then found by rank among those of the others.
     """
@@ -60,7 +65,7 @@ def slow_nodes(
             shifts = own - np.arange(own.size)  # transfers of others before each
             middle = np.array([(others - 1) // 2, others // 2])
             usual = float(times[middle + np.searchsorted(shifts, middle, side="right")].mean())
-            bound = max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+            bound = max(SLOW_FACTOR * usual, usual + longer)
             slow[node] = bool(times[own[0]] > bound)
     return slow
 
@@ -88,9 +93,11 @@ class Links:
                 scale = longest / _length(slot)
                 arrivals.append((node(slot), [scale * each for each in seconds]))
         slow = slow_nodes(sources, arrivals)
+        severe = slow_nodes(sources, arrivals, SEVERE_SECONDS) if any(slow.values()) else {}
         for slot in slots:
             if (is_slow := slow.get(node(slot))) is not None:
-                slot.slow = slot.slow + 1 if is_slow else 0
+                count = SLOW_STEPS if severe.get(node(slot)) else 1
+                slot.slow = slot.slow + count if is_slow else 0
 
     def slow(self, slots: Sequence[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long."""

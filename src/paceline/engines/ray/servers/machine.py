@@ -278,10 +278,9 @@ class Machine:
     def _leave_out(self, slow: Slot) -> None:
         """Cut the model anew among the other servers."""
         logger.warning(
-            "the link to server %s was slow for %d steps in a row: its slice moves to the other "
-            "servers",
+            "the link to server %s was slow at step %d: its slice moves to the other servers",
             slow.server,
-            slow.slow,
+            self.steps.history.last.number,
         )
         self.links.leave_out(slow.server, self.steps.node(slow), self._fleet.now)
         self._cut([server for server in self.steps.servers if server != slow.server])

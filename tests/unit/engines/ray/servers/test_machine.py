@@ -575,6 +575,16 @@ def test_one_slow_step_leaves_no_server_out() -> None:
         finish(run, slow)
 
 
+def test_a_step_that_a_slow_link_made_seconds_longer_is_enough() -> None:
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    run.step(*WORKERS_OF_THREE)
+    for server, node in THREE.items():
+        seconds = [2.5 if "C" in (node, other) and node != other else 0.1 for other in "ABC"]
+        run.taken(server, seconds)
+    assert (Remove, "s2") in run.step(*WORKERS_OF_THREE)
+
+
 def test_an_answer_of_the_cut_before_is_not_used() -> None:
     """A server that was starting when the model was cut anew answers for its former slice."""
     run = with_slow_link("C")
