@@ -14,7 +14,7 @@ import torch
 
 import paceline as pl
 from _driver import say
-from arms.few import CODECS
+from arms.few import CODECS, FEW, TOP
 from arms.task import LOCAL, Order, as_it_is, copied, keep, loss_of, report, rows
 from paceline.core.protocol import Task
 from paceline.data.partition.base import Partition
@@ -47,7 +47,7 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         "auto": "auto",
     }
     codec, model_codec = CODECS.get(order.arm, (None, None))
-    engine.servers = None if codec is None else "driver"  # models of few numbers need no servers
+    engine.servers = "driver" if codec in (FEW, TOP) else None  # few numbers need no servers
     trainer = pl.Trainer(
         learner,
         pl.local_sgd(LOCAL) if local else policies.get(order.arm, pl.sync()),  # type: ignore[arg-type]

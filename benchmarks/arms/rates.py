@@ -24,7 +24,7 @@ TARGET = {"cnn": 0.6, "gpt": 2.5}
 EASY = {"cnn": 1.5, "gpt": 3.0}  # for a short look
 
 # By kind of arm and model: learning rate, and that of the outer step with its momentum. They were
-# chosen by `python benchmarks/peers.py --tune [--model gpt]`, for the CNN on a grid without 0.4.
+# chosen by `python benchmarks/peers.py --tune [--model gpt]`, "step" of the CNN without 0.4.
 # Local steps keep their momentum.
 RATES: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {
     ("step", "cnn"): (0.1, (1.0, 0.0)),
