@@ -18,9 +18,9 @@ import ray
 
 import paceline as pl
 from paceline.codecs.base import Codec
-from paceline.engines.ray.servers.events import Watch
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute, Recovery
+from paceline.engines.ray.servers.slices import Slot
 from tests.storms.cases import Case
 from tests.storms.planted import SERVER_BUGS, found, planted
 from tests.storms.processes import Reference, ServerProcess, WorkerProcess
@@ -168,8 +168,8 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
     taken = Counter[bool]()
     overtake = Recovery.overtake
 
-    def counted(self: Recovery, call: Watch) -> bool:
-        done = overtake(self, call)
+    def counted(self: Recovery, late: str, slot: Slot) -> bool:
+        done = overtake(self, late, slot)
         taken[done] += 1
         return done
 

@@ -64,6 +64,7 @@ class _Order:
     task: Task
     model: Model
     attempts: int = 0  # failed ones to get the model
+    moved: bool = False  # whether the next one fails because a slice has moved
 
     def is_ready(self) -> bool:
         """Return whether the model's references exist; for a second attempt, the whole model."""
@@ -215,6 +216,7 @@ class RayJob:
             busy = member.busy
             order = None if busy is None else self._orders.get(busy.task)
             if busy is not None and order is not None and order.model is model:
+                order.moved = True
                 member.actor.ask_anew.remote(busy.pack())
 
     def ship_all(self) -> None:
@@ -418,12 +420,13 @@ class RayJob:
 
     def _without_model(self, member: Member, id: TaskId) -> None:
         """Send a task again whose model was lost in transit, once the model is recovered."""
-        self.reducer.recover_model()
         order = self._orders.get(id)
+        if order is None or not order.moved:
+            self.reducer.recover_model()
         if order is None:  # cancelled meanwhile
             self._ship(member)
             return
-        order.attempts += 1
+        order.attempts, order.moved = order.attempts + 1, False
         member.waiting.appendleft(id)
         if order.model.gone or order.attempts > _MODEL_ATTEMPTS:
             # The policy must assign it on another model, which it does when a worker is lost.

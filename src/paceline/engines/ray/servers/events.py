@@ -177,13 +177,18 @@ class Probe:
 
 @dataclass(frozen=True)
 class Watch:
-    """Report after some seconds that a server may be late with a step."""
+    """Report after some seconds that a server may be late with a step.
+
+    It names what it is about, since it must not keep the objects of a step.
+    index: of the slice that the step waits for.
+    starts: of that slice until now.
+    """
 
     server: str
     version: int
+    index: int = field(compare=False)
+    starts: int = field(compare=False)
     seconds: float = field(compare=False)
-    slot: Slot = field(compare=False, repr=False)
-    step: Step = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -400,8 +405,8 @@ class SliceNotWritten:
 
 
 SlotEvent: TypeAlias = (
-    Started | Reduced | StepTaken | MayBeLate | StateKept | HeldTold | CopyLost | ResultsUnusable
+    Started | Reduced | StepTaken | StateKept | HeldTold | CopyLost | ResultsUnusable
 )
 FileEvent: TypeAlias = SliceWritten | SliceNotWritten
 ServerEvent: TypeAlias = ServerLost | ServerRaised | CameUp | NotUp
-Event: TypeAlias = SlotEvent | FileEvent | ServerEvent | Probed | ModelMissed
+Event: TypeAlias = SlotEvent | FileEvent | ServerEvent | MayBeLate | Probed | ModelMissed

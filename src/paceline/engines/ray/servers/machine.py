@@ -98,6 +98,7 @@ class Machine:
                 slot.held = max(slot.held, result.model.number)
         if token.task in self.results.again:
             self.recovery.computed_again(self.results.again.pop(token.task), result)
+            self.late.watch_step()
             return False
         result.loss, result.count = stats.get("loss"), stats.get("count")
         result.samples = samples
@@ -141,6 +142,8 @@ class Machine:
                 self.moves.ready.append(server)
             case NotUp(server, why):
                 self._give_up(server, why)
+            case MayBeLate(call):
+                self._replace_late(call)
             case Probed():
                 self._probed(event)
             case ModelMissed():
@@ -158,15 +161,14 @@ class Machine:
         match event:
             case Started():
                 self.recovery.started(event)
+                self.late.watch_step()
                 self._advance()
                 self._do(Ship())
             case Reduced():
                 self.steps.reduced(event)
-                self.late.watch_step(event.call.step)
+                self.late.watch_step()
             case StepTaken():
                 self._step_taken(event)
-            case MayBeLate(call):
-                self._replace_late(call)
             case StateKept():
                 self.steps.state_kept(event)
                 self._advance()
@@ -185,19 +187,27 @@ class Machine:
             self.steps.forget()
             self._advance()
             self._do(Ship())
-        elif not event.call.step.model.taken:
-            self.late.watch_step(event.call.step)
+        else:
+            self.late.watch_step()
         if self.steps.has(event.call.slot):  # the model may have been cut anew
             self.steps.feed(event.call.slot)
 
     def _replace_late(self, call: Watch) -> None:
         """Leave a server out that keeps all others waiting, or have another one keep a state."""
-        node = self.steps.node(call.slot)
-        if self.late.has_step(call) and self.recovery.overtake(call):
-            self.links.leave_out(call.server, node, self._fleet.now)
-        elif self.late.has_copy(call):
+        if (slot := self.late.slot(call)) is None:
+            return
+        node = self.steps.node(slot)
+        if self.late.has_step(call, slot):
+            if not self.recovery.overtake(call.server, slot):
+                return
+            if node in self._placement.leaving:
+                self.moves.left(call.server)
+            else:
+                self.links.leave_out(call.server, node, self._fleet.now)
+        elif self.late.has_copy(call, slot):
             logger.warning("server %s is late with a copy: another one keeps it", call.server)
-            self.steps.keep_elsewhere(call.server)
+            self.steps.keep_elsewhere(call.server, lost=False)
+            self._advance()
 
     def _probed(self, event: Probed) -> None:
         match event.call.purpose:

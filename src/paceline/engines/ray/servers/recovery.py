@@ -40,7 +40,6 @@ from paceline.engines.ray.servers.events import (
     ServerRaised,
     SetUp,
     Started,
-    Watch,
     Way,
 )
 from paceline.engines.ray.servers.fleet import Fleet, Settings
@@ -99,7 +98,7 @@ class Recovery:
         """Have a slot's server start from its copy, and then take all steps since."""
         copy = slot.newest
         self._steps.starting.add(slot.index)
-        slot.sent = copy.version
+        slot.sent, slot.starts = copy.version, slot.starts + 1
         for step in self._steps.history.log:
             if step.version > copy.version:
                 step.stalled.discard(slot.index)
@@ -116,7 +115,8 @@ class Recovery:
         call, steps = event.call, self._steps
         slot = call.slot
         steps.starting.discard(slot.index)
-        slot.newest = steps.copy_of(slot, call.version, call.values, call.state)
+        copy = steps.copy_of(slot, call.version, call.values, call.state)
+        slot.newest = replace(copy, other=call.copy.other)
         steps.copy_state(slot, event.has_arrays)
         for version in steps.history.versions():
             if version.number == call.version:
@@ -144,13 +144,13 @@ class Recovery:
         for slot in slots:
             self.recover(slot)
 
-    def overtake(self, call: Watch) -> bool:
-        """Have the server of another node take a step in place of one that is late with it.
+    def overtake(self, late: str, slot: Slot) -> bool:
+        """Have the server of another node take the newest step in place of one that is late.
 
         Return whether another node has what that takes: the values, with a worker whose result is
         a part of the step, and the optimizer's state.
         """
-        steps, step, slot, late = self._steps, call.step, call.slot, call.server
+        steps, step = self._steps, self._steps.history.log[-1]
         node = steps.node(slot)
         holders = dict.fromkeys(slot.states, "")
         if not self._rounded:
@@ -175,6 +175,7 @@ class Recovery:
         self._start_from(slot, copy)
         self._do(Remove(late))
         self._placement.release(late)
+        step.model.slices[slot.index] = None  # until the other server is about to make it
         self._do(AskAnew(step.model))
         return True
 
@@ -230,10 +231,11 @@ class Recovery:
     def recover(self, slot: Slot) -> None:
         """Have a server start again from the newest copy that is left."""
         copy = slot.newest
-        if copy.other is not None:
+        gone = copy.node is not None and copy.node not in self._fleet.alive()
+        if copy.other is not None and (copy.rescued or gone):
             slot.newest = copy.other
             self.recover(slot)
-        elif copy.rescued or (copy.node is not None and copy.node not in self._fleet.alive()):
+        elif copy.rescued or gone:
             self._rescue(slot)
         else:
             self._start_from(slot, copy)

@@ -236,10 +236,13 @@ class Steps:
             oldest = self.history.base.number
             self._do(KeepState(keeper, slot.index, version, oldest, slot, state))
 
-    def keep_elsewhere(self, server: str) -> None:
-        """Copy the states again that a server keeps, or is about to: it is lost, or too slow."""
+    def keep_elsewhere(self, server: str, lost: bool = True) -> None:
+        """Copy the states elsewhere that a server is about to keep.
+
+        lost: whether those are lost that it keeps.
+        """
         for slot in self.slots:
-            kept = {v: state for v, state in slot.states.items() if not is_with(state, server)}
+            kept = {v: s for v, s in slot.states.items() if not (lost and is_with(s, server))}
             if len(kept) < len(slot.states) or slot.keeper == server:
                 slot.states, slot.keeper = kept, None
                 self.copy_state(slot, True, server)

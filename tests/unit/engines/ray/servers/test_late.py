@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from paceline.engines.ray.servers.events import (
+    Add,
     AskAnew,
     AskHeld,
     GiveState,
     KeepState,
+    MayBeLate,
     Probe,
     ReadHeld,
+    Redo,
     Reduce,
     Remove,
     Replace,
@@ -112,12 +115,14 @@ def test_slower_steps_are_watched_longer() -> None:
     assert isinstance(call, Watch) and call.server == "s1" and call.seconds == 8.0
 
 
-def test_of_two_servers_none_is_late() -> None:
-    run = Script({"s0": "A", "s1": "B"}, WORKERS)
+@pytest.mark.parametrize("nodes", ["AB", "ABA", "ABAB"])
+def test_on_two_nodes_no_server_is_late(nodes: str) -> None:
+    run = Script({f"s{i}": node for i, node in enumerate(nodes)}, WORKERS)
     run.all_started()
     run.step("w0")
-    run.taken("s0")
-    assert not [call for call in run.calls if isinstance(call, Watch)]
+    for index in range(len(nodes) - 1):
+        run.taken(f"s{index}")
+    assert not watches(run)
 
 
 def test_a_slice_that_only_the_late_node_has_stays_there() -> None:
@@ -133,6 +138,65 @@ def test_a_server_that_waits_for_a_result_or_starts_again_is_not_late() -> None:
     run = late()
     run.told(ServerLost("s2", "its process died"))
     assert run.watched() == []
+
+
+def watches(run: Script) -> list[Watch]:
+    return [call for call in run.calls if isinstance(call, Watch)]
+
+
+def test_a_server_that_has_started_again_is_watched_anew() -> None:
+    run = late()
+    before = watches(run)[-1]
+    run.told(ServerLost("s2", "its process died"))
+    run.now += 1.5
+    run.started("s2", "C")
+    assert run.told(MayBeLate(before)) == []  # it has just begun
+    assert run.watched() == TAKEN_OVER and watches(run)[-1].seconds == 4.0
+
+
+def test_a_server_is_watched_anew_once_a_lost_result_is_there() -> None:
+    run = late()
+    run.unusable("s2", bad={0: "it is not finite"})
+    count = len(watches(run))
+    (task,) = [call.task for call in run.calls if isinstance(call, Redo)]
+    run.answered(task)
+    assert len(watches(run)) == count + 1
+
+
+def test_no_task_gets_the_slice_of_the_late_server() -> None:
+    run = late()
+    assert run.machine.steps.model.known
+    run.watched()
+    assert not run.machine.steps.model.known
+    run.started("s0")
+    assert run.machine.steps.model.known
+
+
+def test_a_watch_keeps_no_object() -> None:
+    assert all(isinstance(each, str | int | float) for each in vars(watches(late())[-1]).values())
+
+
+def test_a_late_server_on_a_node_that_will_be_taken_away_returns_elsewhere() -> None:
+    run = late()
+    run.machine.leave({"C"})
+    run.watched()
+    assert not run.machine.links.left_out
+    run.started("s0")
+    run.taken("s0")
+    run.worker_of["w3"] = "D"
+    assert (Add, "s2") in run.step("w0", "w1")
+
+
+def test_a_copy_that_holds_up_a_step_is_made_elsewhere() -> None:
+    run = late(has_arrays=True)
+    run.taken("s2", has_arrays=True)
+    run.kept(0)
+    run.kept(2)
+    states = dict(run.machine.steps.slots[1].states)
+    assert run.step("w0", "w1") == [(Watch, "s2", 2)]  # it has not the state of s1
+    assert run.watched() == [(KeepState, "s0", 1, 2, 1)]
+    assert run.machine.steps.slots[1].states == states  # what s2 keeps is not lost
+    assert run.kept(1)[0] == (TakeStep, "s0", 3)
 
 
 def test_the_state_comes_from_its_keeper_which_takes_the_slice() -> None:
