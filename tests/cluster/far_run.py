@@ -1,6 +1,6 @@
 """Trains on hosts that are far apart, tells of each step, and compares with a simulated run.
 
-Run on host 0 by test_far_hosts.py: python far_run.py ADDRESS WORKERS K STEPS LEARNER TIMEOUT
+Run on host 0 by test_far_hosts.py: python far_run.py ADDRESS WORKERS K STEPS LEARNER
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def learner(rules: str) -> pl.TorchLearner:
 
 def main() -> None:
     workers, k, steps = (int(word) for word in sys.argv[2:5])
-    rules, timeout = sys.argv[5], float(sys.argv[6])
+    rules = sys.argv[5]
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
     policy = pl.sync(shares=workers) if k == workers else pl.k_sync(k)
-    with pl.Ray(workers=workers, cpus=1, timeout=timeout, start_timeout=60, respawns=2) as engine:
+    with pl.Ray(workers=workers, cpus=1, timeout=60, start_timeout=60, respawns=2) as engine:
         run = pl.Trainer(learner(rules), policy, engine, progress=False, callbacks=[Tell()]).fit(
             steps=steps
         )

@@ -95,7 +95,7 @@ def test_a_silent_machine_is_noticed_within_six_seconds() -> None:
     with Hosts(3, delay=0.001) as hosts:
         troubles = [partial(hosts.freeze, 1), partial(hosts.link, 2, up=False)]
         address = hosts.start_ray(cpus=1, object_store=100_000_000)
-        command = [sys.executable, str(SCRIPT), address, "3", "1", "100000", "small", "60"]
+        command = [sys.executable, str(SCRIPT), address, "3", "1", "100000", "small"]
         with hosts.popen(
             0, command, env={"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
