@@ -196,8 +196,8 @@ class Machine:
         """Leave a server out that keeps all others waiting, or have another one keep a state."""
         if (slot := self.late.slot(call)) is None:
             return
-        node = self.steps.node(slot)
         if self.late.has_step(call, slot):
+            node = self.steps.node(slot)
             if not self.recovery.overtake(call.server, slot):
                 return
             if node in self._placement.leaving:

@@ -157,6 +157,8 @@ class Recovery:
             results = [each for each in step.results if each.node not in (node, "")]
             there = [each for each in results if self._fleet.has_worker(each.token)]
             holders = {each.model.number: each.token.worker for each in there}
+        with_late = {v for v, state in slot.states.items() if is_with(state, late)}
+        holders = {v: worker for v, worker in holders.items() if v not in with_late}
         others = [each for each in steps.slots if steps.node(each) != node]
         if not others or self._newest(slot, holders) is None:
             return False
