@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from paceline.engines.base import Job
 from paceline.engines.kinds import Fleet
 from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.engine import Ray
@@ -162,3 +163,7 @@ class SimulatedRay(Ray):
 
     def _is_direct(self, pool: Pool) -> bool:
         return self.world.direct
+
+    def _chunks(self, job: Job, servers: int, direct: bool) -> int:
+        enough = job.server.layout.size >= (2 * self.world.chunks - 1) * servers
+        return self.world.chunks if enough else 1

@@ -31,6 +31,7 @@ from tests.storms.storm import play
 from tests.storms.weather import Weather, World
 
 LEARNER = Rolling((1.0, 0.3, 0.1, 0.5), noise=0.1, lr=0.04, batch_size=12)
+LONGER = replace(LEARNER, curvature=3 * LEARNER.curvature)
 
 
 class AtSteps(pl.Callback):
@@ -133,9 +134,10 @@ def _but_holds(receive: Callable[[Any], None]) -> Callable[[Any], None]:
 # --- servers that keep all others waiting --------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("totals", [False, True])
-def test_a_stopped_server_costs_seconds_and_no_timeout(totals: bool) -> None:
-    world = World(4, Weather(), 4, 600.0, nodes=4)
+def test_a_stopped_server_costs_seconds_and_no_timeout(totals: bool, chunks: int) -> None:
+    world = World(4, Weather(), 4, 600.0, nodes=4, chunks=chunks)
     engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
     times: list[float] = []
     slots: dict[int, int] = {}
@@ -156,10 +158,10 @@ def test_a_stopped_server_costs_seconds_and_no_timeout(totals: bool) -> None:
         8: lambda: times.append(world.now),
         12: lambda: look(12),
     }
-    train(engine, 12, actions, replace(LEARNER, totals=totals))
+    train(engine, 12, actions, replace(LONGER, totals=totals))
     before, after = times[1] - times[0], times[2] - times[1]  # of three steps each
     assert after < before + 10
-    assert slots == {4: 4, 12: 3}
+    assert slots == {4: 4 * chunks, 12: 3 * chunks}
 
 
 def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
@@ -168,8 +170,8 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
     taken = Counter[bool]()
     overtake = Recovery.overtake
 
-    def counted(self: Recovery, late: str, slot: Slot) -> bool:
-        done = overtake(self, late, slot)
+    def counted(self: Recovery, late: str) -> bool:
+        done = overtake(self, late)
         taken[done] += 1
         return done
 
@@ -180,7 +182,7 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
         policy = (pl.sync(), pl.k_sync(3), pl.k_async(2), pl.coded(1))[seed % 4]
         needs, staleness = ((1, 0.0), (3, 0.0), (1, inf), (4, 0.0))[seed % 4]
         down = pl.codecs.BFloat16() if seed % 3 == 0 and seed % 4 != 3 else None
-        learner = replace(LEARNER, totals=seed % 5 == 0)
+        learner = replace(LONGER, totals=seed % 5 == 0)
         more: dict[str, Any] = {"down": down, "learner": learner}
         case = Case("servers", policy, 5, needs, staleness, servers=4, nodes=3, **more)
         play(seed, tmp_path / str(seed), case)

@@ -114,9 +114,11 @@ class World:
         timeout: float,
         nodes: int = 1,
         direct: bool = False,
+        chunks: int = 1,
         names: Sequence[str] | None = None,
     ) -> None:
         self.direct = direct  # whether results are lost with their worker's process
+        self.chunks = chunks  # of a model that servers keep
         self.rng = random.Random(seed)
         self.weather, self.timeout = weather, timeout
         self.now = 0.0

@@ -199,16 +199,29 @@ class Layout:
     def trained(self) -> int:
         return sum(self.tensors) if self.tensors else self.size
 
-    def spans(self, count: int) -> list[Span]:
-        """Return the spans of `count` slices: the first half as long as each of the others.
+    def spans(self, count: int, chunks: int = 1) -> list[Span]:
+        """Return the spans of slices for `count` servers: of each chunk of the vector one slice for
+        each server, equally long. The first chunk is half as long as each of the others.
 
         The gradients of the first layers come last, when the others are under way already. A step
-        then waits for the first slice to come and to go out again, so it is the shorter one.
+        then waits for the first slices to come and to go out again, so these are the shorter ones.
+        With one chunk, this is the slice of the first server.
         """
+        if chunks == 1:
+            return list(pairwise(self._ends(count)))
+        edges = self._ends(chunks)
+        return [
+            (low + (high - low) * i // count, low + (high - low) * (i + 1) // count)
+            for low, high in pairwise(edges)
+            for i in range(count)
+        ]
+
+    def _ends(self, count: int) -> list[int]:
+        """Return the edges of `count` spans, of which the first is half as long as the others."""
         first = max(self.size // (2 * count - 1), min(self.size // count, 1))  # empty if it must be
         rest = self.size - first
         ends = [first + rest * i // (count - 1) for i in range(count)] if count > 1 else [self.size]
-        return list(pairwise([0, *ends]))
+        return [0, *ends]
 
     def pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
         """Yield the index of each trained tensor in a slice, with the span of its piece."""

@@ -20,7 +20,7 @@ from paceline.engines.ray.job import RayJob, Timeouts
 from paceline.engines.ray.pickled import check_pickled
 from paceline.engines.ray.pool import Cluster, Gpus, Pool, RayWorkers, gpus_each
 from paceline.engines.ray.reducer import DriverReducer, Reducer
-from paceline.engines.ray.servers.choice import SPREAD_BYTES, Servers, server_count
+from paceline.engines.ray.servers.choice import SPREAD_BYTES, Servers, chunk_count, server_count
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.processes import Processes
 from paceline.engines.ray.servers.reducer import ShardedReducer
@@ -302,6 +302,7 @@ class Ray:
     def _on_servers(self, job: Job, pool: Pool, under_way: RayJob, direct: bool) -> ShardedReducer:
         """Cut the model among the servers, and wait until they have their slices."""
         assert self._server_pool is not None and self._placement is not None
+        servers = len(self._server_pool.members)
         processes = Processes(
             self._server_pool,
             self._placement,
@@ -312,6 +313,7 @@ class Ray:
             self._timeout,
             self._start_timeout,
             self.sum_on_nodes,
+            self._chunks(job, servers, direct),
         )
         asked = Callbacks(
             *(under_way.stepped, under_way.ship_all, under_way.ask_anew),
@@ -321,6 +323,9 @@ class Ray:
         reducer = ShardedReducer(job.server, job.steps, job.wants, processes, asked, codecs)
         reducer.wait()
         return reducer
+
+    def _chunks(self, job: Job, servers: int, direct: bool) -> int:
+        return chunk_count(job.server.vector.nbytes, servers, direct)
 
     def execute(self, node: WorkerId, command: Command) -> None:
         self._under_way().execute(command)

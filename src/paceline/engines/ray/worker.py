@@ -312,7 +312,8 @@ class Worker(Holder):
             return None
 
         def push(vector: Array, part: Span) -> None:
-            for index, (start, stop) in enumerate(spans):
+            for index in reversed(range(len(spans))):  # servers take the last ones first
+                start, stop = spans[index]
                 low, high = max(part[0], start), min(part[1], stop)
                 if low < high:
                     sending.send(index, vector[low:high], (low - start, stop - start))

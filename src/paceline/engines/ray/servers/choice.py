@@ -13,6 +13,11 @@ SPREAD_BYTES = 2**20
 """From this size on, servers keep the model if workers are on several nodes; see docs/scale.md."""
 
 
+CHUNK_BYTES = 2**18
+"""The least length of a slice if each server has several of them; see docs/scale.md."""
+MOST_CHUNKS = 4
+
+
 def server_count(given: Servers, job: Job, nodes: int, sum_on_nodes: bool = False) -> int:
     """Return the number of servers for workers on some nodes, 0 for the driver alone.
 
@@ -36,6 +41,15 @@ def server_count(given: Servers, job: Job, nodes: int, sum_on_nodes: bool = Fals
     if count:
         job.server.recipe((0, 1))  # raises before the start if the optimizer cannot be cut
     return count
+
+
+def chunk_count(model_bytes: int, servers: int, direct: bool) -> int:
+    """Return the number of chunks in which a step passes through the servers.
+
+    direct: whether slices go from process to process. In Ray's stores every slice has a cost.
+    """
+    fitting = model_bytes // (servers * CHUNK_BYTES) if direct else 1
+    return max(1, min(MOST_CHUNKS, fitting))
 
 
 def _wanted(given: Servers, job: Job, nodes: int) -> int:

@@ -52,7 +52,7 @@ class SumUp:
 class SetUp:
     """Have a server start a slice from a copy.
 
-    beside: whether it keeps another slice.
+    cut: the number of the present cut. A server forgets all that it has of an earlier one.
     """
 
     server: str
@@ -62,7 +62,7 @@ class SetUp:
     copy: Copy = field(compare=False, repr=False)
     values: Object = field(compare=False, repr=False)
     state: Object = field(compare=False, repr=False)
-    beside: bool = field(default=False, compare=False, repr=False)
+    cut: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -180,13 +180,11 @@ class Watch:
     """Report after some seconds that a server may be late with a step.
 
     It names what it is about, since it must not keep the objects of a step.
-    index: of the slice that the step waits for.
-    starts: of that slice until now.
+    starts: of all slices until now.
     """
 
     server: str
     version: int
-    index: int = field(compare=False)
     starts: int = field(compare=False)
     seconds: float = field(compare=False)
 

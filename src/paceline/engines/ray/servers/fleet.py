@@ -21,6 +21,8 @@ class Settings:
     rounded: whether workers get rounded values only. The exact values are then a part of the state.
     direct: whether results are in the process of their worker, and are lost with it.
     sum_on_nodes: whether results of one node are added up before they leave it.
+    chunks: of the model, in each of which every server has a slice. So the slices of one chunk are
+        added up and sent on while those of the next are under way.
     """
 
     layout: Layout
@@ -31,6 +33,7 @@ class Settings:
     direct: bool = False
     rounded: bool = False
     sum_on_nodes: bool = False
+    chunks: int = 1
 
 
 class Fleet(Protocol):

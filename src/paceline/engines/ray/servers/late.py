@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.engines.ray.servers.events import Watch
 from paceline.engines.ray.servers.fleet import Fleet
-from paceline.engines.ray.servers.slices import Slot, Step
+from paceline.engines.ray.servers.slices import Step
 from paceline.engines.ray.servers.steps import Do, Steps
 
 # A server is late if a step takes it three times as long as all others, and two seconds longer.
@@ -16,14 +16,16 @@ _NODES = 3  # with servers, at least: of two, either may be the unusual one
 class Late:
     """Has the last server of a step watched, and says whether it is late when that time is over."""
 
-    def __init__(self, steps: Steps, fleet: Fleet, do: Do) -> None:
-        self._steps, self._fleet, self._do = steps, fleet, do
+    def __init__(self, steps: Steps, fleet: Fleet, do: Do, chunks: int) -> None:
+        self._steps, self._fleet, self._do, self._chunks = steps, fleet, do, chunks
 
     def watch_step(self) -> None:
         """Have the server watched that alone has not taken the newest step."""
         log = self._steps.history.log
-        if log and not log[-1].model.taken and len(left := self._steps.left(log[-1])) == 1:
-            self._watch(left[0].server, left[0], log[-1])
+        if log and not log[-1].model.taken:
+            servers = {slot.server for slot in self._steps.left(log[-1])}
+            if len(servers) == 1:
+                self._watch(servers.pop(), log[-1], self._fleet.now - log[-1].began)
 
     def watch_copy(self) -> None:
         """Have the server watched whose copy of a state alone holds up the next step."""
@@ -31,37 +33,44 @@ class Late:
         if self._steps.waiting and history.log and history.last.whole:
             needed, step = self._steps.needed_copy(), history.log[-1]
             left = [slot for slot in self._steps.slots if slot.copied < needed]
-            if len(left) == 1 and left[0].keeper and left[0].watched < step.version:
-                left[0].watched = step.version
-                self._watch(left[0].keeper, left[0], step)
+            keepers = {slot.keeper for slot in left}
+            keeper = keepers.pop() if len(keepers) == 1 else None
+            if keeper is not None and any(slot.watched < step.version for slot in left):
+                for slot in left:
+                    slot.watched = step.version
+                self._watch(keeper, step, step.took)
 
-    def _watch(self, server: str, slot: Slot, step: Step) -> None:
+    def _watch(self, server: str, step: Step, usual: float) -> None:
         if len({self._steps.node(each) for each in self._steps.slots}) >= _NODES:
-            after = self._fleet.now - step.began
-            seconds = max((_FACTOR - 1) * after, _SECONDS)
-            self._do(Watch(server, step.version, slot.index, slot.starts, seconds))
+            seconds = max((_FACTOR - 1) * usual, _SECONDS)
+            self._do(Watch(server, step.version, self._starts(), seconds))
 
-    def slot(self, call: Watch) -> Slot | None:
-        """Return the slice that a watch is about, if it is still the same and the same step."""
-        steps = self._steps
-        log = steps.history.log
-        if not log or log[-1].version != call.version or call.index >= len(steps.slots):
-            return None
-        slot = steps.slots[call.index]
-        return slot if slot.starts == call.starts else None
+    def _starts(self) -> int:
+        return sum(slot.starts for slot in self._steps.slots)
 
-    def has_step(self, call: Watch, slot: Slot) -> bool:
+    def _is_same(self, call: Watch) -> bool:
+        """Return whether it is the same step, and no slice has started again since."""
+        log = self._steps.history.log
+        return bool(log) and log[-1].version == call.version and self._starts() == call.starts
+
+    def has_step(self, call: Watch) -> bool:
         """Return whether a watched server is still at work on a step that all others have taken."""
         steps = self._steps
+        if not self._is_same(call):
+            return False
+        step, mine = steps.history.log[-1], steps.slots_of(call.server)
+        left = steps.left(step)
         return (
-            steps.slots_of(call.server) == [slot]
-            and slot.sent == call.version
-            and slot.index not in {*steps.history.log[-1].stalled, *steps.starting}
-            and steps.left(steps.history.log[-1]) == [slot]
+            bool(left)
+            and all(slot.server == call.server and slot.sent == call.version for slot in left)
+            and len(mine) == self._chunks  # with those of another server it is slower
+            and not {slot.index for slot in mine} & {*step.stalled, *steps.starting}
         )
 
-    def has_copy(self, call: Watch, slot: Slot) -> bool:
+    def has_copy(self, call: Watch) -> bool:
         """Return whether the copy of a state still holds up the next step."""
         steps = self._steps
-        waits = bool(steps.waiting) and steps.history.last.whole
-        return waits and slot.keeper == call.server and slot.copied < steps.needed_copy()
+        if not (self._is_same(call) and steps.waiting and steps.history.last.whole):
+            return False
+        needed = steps.needed_copy()
+        return any(s.keeper == call.server and s.copied < needed for s in steps.slots)

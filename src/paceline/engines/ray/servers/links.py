@@ -70,8 +70,8 @@ def slow_nodes(
     return slow
 
 
-def _length(slot: Slot) -> int:
-    return max(slot.span[1] - slot.span[0], 1)
+def _length(slots: Sequence[Slot]) -> int:
+    return max(sum(slot.span[1] - slot.span[0] for slot in slots), 1)
 
 
 class Links:
@@ -83,15 +83,21 @@ class Links:
     def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> None:
         """Count for each server the steps in a row in which its node's link was slow.
 
-        The times of a shorter slice are scaled to the length of the longest.
+        A result has arrived at a server with its last slice. The times of a server with fewer
+        values are scaled to those of the one with most.
         """
         sources = [result.node for result in step.results]
-        longest = max(_length(slot) for slot in slots)
-        arrivals = []
+        by_server: dict[str, list[Slot]] = {}
         for slot in slots:
-            if len(seconds := step.done[slot.index]) == len(sources):
-                scale = longest / _length(slot)
-                arrivals.append((node(slot), [scale * each for each in seconds]))
+            by_server.setdefault(slot.server, []).append(slot)
+        longest = max(_length(mine) for mine in by_server.values())
+        arrivals = []
+        for mine in by_server.values():
+            seconds = [step.done[slot.index] for slot in mine]
+            if all(len(each) == len(sources) for each in seconds):
+                scale = longest / _length(mine)
+                last = [scale * max(each) for each in zip(*seconds, strict=True)]
+                arrivals.append((node(mine[0]), last))
         slow = slow_nodes(sources, arrivals)
         severe = slow_nodes(sources, arrivals, SEVERE_SECONDS) if any(slow.values()) else {}
         for slot in slots:

@@ -42,8 +42,8 @@ from paceline.engines.ray.servers.moves import Moves
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.recovery import Recovery
 from paceline.engines.ray.servers.routes import Routes
-from paceline.engines.ray.servers.slices import Copy, Result, Results, Slot
-from paceline.engines.ray.servers.steps import Do, Steps
+from paceline.engines.ray.servers.slices import Result, Results, Slot
+from paceline.engines.ray.servers.steps import Copies, Do, Steps
 
 if TYPE_CHECKING:  # which needs ray
     from paceline.engines.ray.worker import Token
@@ -54,7 +54,7 @@ logger = logger_of(__name__)
 class Machine:
     """Decides what servers do, one event after the other.
 
-    copies: of the slices at the start, by server.
+    copies: of the slices at the start, each with its server.
     do: makes a call at once. An event that the call itself brings about may come before it ends.
     """
 
@@ -63,13 +63,13 @@ class Machine:
         settings: Settings,
         fleet: Fleet,
         placement: Placement,
-        copies: dict[str, Copy],
+        copies: Copies,
         do: Do,
     ) -> None:
         self._settings, self._fleet, self._placement, self._do = settings, fleet, placement, do
         self.results, self.links = Results(), Links()
         self.steps = Steps(settings, fleet, do, self.links, copies)
-        self.late = Late(self.steps, fleet, do)
+        self.late = Late(self.steps, fleet, do, settings.chunks)
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
         around = self.routes, placement, fleet, do
         self.recovery = Recovery(settings, self.steps, self.results, *around)
@@ -194,17 +194,15 @@ class Machine:
 
     def _replace_late(self, call: Watch) -> None:
         """Leave a server out that keeps all others waiting, or have another one keep a state."""
-        if (slot := self.late.slot(call)) is None:
-            return
-        if self.late.has_step(call, slot):
-            node = self.steps.node(slot)
-            if not self.recovery.overtake(call.server, slot):
+        if self.late.has_step(call):
+            node = self._fleet.node(call.server)
+            if not self.recovery.overtake(call.server):
                 return
             if node in self._placement.leaving:
                 self.moves.left(call.server)
             else:
                 self.links.leave_out(call.server, node, self._fleet.now)
-        elif self.late.has_copy(call, slot):
+        elif self.late.has_copy(call):
             logger.warning("server %s is late with a copy: another one keeps it", call.server)
             self.steps.keep_elsewhere(call.server, lost=False)
             self._advance()
@@ -232,7 +230,7 @@ class Machine:
             self._leave_out(slow)
         elif self.moves.ready:
             self._cut([*self.steps.servers, self.moves.ready.pop(0)])
-        elif len(self.steps.servers) < len(self.steps.slots):
+        elif not self.steps.is_even:
             self._cut(self.steps.servers)
         self.steps.begin()
         size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)

@@ -20,6 +20,7 @@ class Processes:
     secret: of the processes that may connect to each other.
     timeout, start_timeout: seconds for a call, and for the start of a server.
     sum_on_nodes: whether results of one node are added up before they leave it.
+    chunks: of the model, in each of which every server has a slice.
     """
 
     servers: Pool
@@ -31,6 +32,7 @@ class Processes:
     timeout: float
     start_timeout: float
     sum_on_nodes: bool = False
+    chunks: int = 1
 
 
 class RayFleet:

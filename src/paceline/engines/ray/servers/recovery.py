@@ -52,6 +52,7 @@ from paceline.engines.ray.servers.slices import (
     Result,
     Results,
     Slot,
+    Step,
     Version,
 )
 from paceline.engines.ray.servers.steps import Do, Steps, is_with
@@ -102,13 +103,13 @@ class Recovery:
         for step in self._steps.history.log:
             if step.version > copy.version:
                 step.stalled.discard(slot.index)
+                sums = None
                 if step.totals is None:
-                    step.sums.pop(slot.index, None)  # of the former process
-                if not step.model.taken:
-                    step.done.pop(slot.index, None)
+                    sums = step.sums.pop(slot.index, None)  # of the former process
+                if not step.model.taken and slot.index in step.done:
+                    step.former[slot.index] = sums, step.done.pop(slot.index)
         made = Object(), Object()
-        beside = len(self._steps.slots_of(slot.server)) > 1
-        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made, beside))
+        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.cut_number))
 
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
@@ -122,6 +123,9 @@ class Recovery:
             if version.number == call.version:
                 # The former server's objects may be on another node, and be lost with it.
                 steps.published_again(version, slot, call.values)
+        for step in steps.history.log:
+            if step.version <= call.version and slot.index in step.former:
+                steps.taken_before(step, slot)  # it starts from a copy that has the step
         steps.feed(slot)
 
     def lose(self, server: str, why: str) -> None:
@@ -144,42 +148,51 @@ class Recovery:
         for slot in slots:
             self.recover(slot)
 
-    def overtake(self, late: str, slot: Slot) -> bool:
-        """Have the server of another node take the newest step in place of one that is late.
+    def overtake(self, late: str) -> bool:
+        """Have servers of another node take the newest step in place of one that is late.
 
-        Return whether another node has what that takes: the values, with a worker whose result is
-        a part of the step, and the optimizer's state.
+        Return whether other nodes have what that takes: the values, with a worker whose result is
+        a part of the step, and the optimizer's state. The late server gives away all its slices,
+        also those of which it has taken the step: its process ends.
         """
         steps, step = self._steps, self._steps.history.log[-1]
-        node = steps.node(slot)
-        holders = dict.fromkeys(slot.states, "")
-        if not self._rounded:
-            results = [each for each in step.results if each.node not in (node, "")]
-            there = [each for each in results if self._fleet.has_worker(each.token)]
-            holders = {each.model.number: each.token.worker for each in there}
-        with_late = {v for v, state in slot.states.items() if is_with(state, late)}
-        holders = {v: worker for v, worker in holders.items() if v not in with_late}
-        others = [each for each in steps.slots if steps.node(each) != node]
-        if not others or self._newest(slot, holders) is None:
+        slots = steps.slots_of(late)
+        holders = {slot.index: self._holders(slot, step, late) for slot in slots}
+        others = [each for each in steps.slots if steps.node(each) != steps.node(slots[0])]
+        if not others or any(self._newest(slot, holders[slot.index]) is None for slot in slots):
             return False
-        steps.starting.add(slot.index)
+        steps.starting.update(holders)
         steps.keep_elsewhere(late)
-        copy = self._copy_elsewhere(slot, holders)
-        assert copy is not None
-        state, copy = slot.states[copy.version], replace(copy, other=slot.newest)
-        keeping = [each.server for each in others if is_with(state, each.server)]
-        slot.server = (keeping or [others[0].server])[0]
-        slot.held, slot.keeper, slot.raised = -1, None, -1
-        logger.warning(
-            "server %s has not taken step %d, which all others have: server %s takes its slice",
-            *(late, step.version, slot.server),
-        )
-        self._start_from(slot, copy)
+        for slot in slots:
+            copy = self._copy_elsewhere(slot, holders[slot.index])
+            assert copy is not None
+            state, copy = slot.states[copy.version], replace(copy, other=slot.newest)
+            keeping = [each.server for each in others if is_with(state, each.server)]
+            slot.server = (keeping or [others[0].server])[0]
+            slot.held, slot.keeper, slot.raised = -1, None, -1
+            logger.warning(
+                "server %s has not taken step %d, which all others have: server %s takes its slice",
+                *(late, step.version, slot.server),
+            )
+            self._start_from(slot, copy)
         self._do(Remove(late))
         self._placement.release(late)
-        step.model.slices[slot.index] = None  # until the other server is about to make it
+        for slot in slots:  # until the other server is about to make it
+            step.model.slices[slot.index] = None
         self._do(AskAnew(step.model))
         return True
+
+    def _holders(self, slot: Slot, step: Step, late: str) -> dict[int, str]:
+        """Return the workers that have the values of a slice by version, apart from its node; ""
+        if the state has them. Versions are left out whose state a late server keeps."""
+        holders = dict.fromkeys(slot.states, "")
+        if not self._rounded:
+            away = self._steps.node(slot), ""
+            results = [each for each in step.results if each.node not in away]
+            there = [each for each in results if self._fleet.has_worker(each.token)]
+            holders = {each.model.number: each.token.worker for each in there}
+        states = slot.states
+        return {v: w for v, w in holders.items() if v not in states or not is_with(states[v], late)}
 
     def raised(self, event: ServerRaised) -> None:
         """Replace a server that raised an exception, by one on another node if there is one."""

@@ -22,6 +22,7 @@ from paceline.engines.ray.servers.recovery import ATTEMPTS
 from paceline.engines.ray.servers.server import joined, parted
 from paceline.engines.ray.servers.shell import Callbacks, Shell
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Version
+from paceline.engines.ray.servers.steps import Copies
 from paceline.engines.ray.servers.writer import writer_into
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Saved, Server, Span
@@ -56,15 +57,16 @@ class ShardedReducer:
         self.machine = shell.machine(self._cut(version), wants)
         self.machine.start()
 
-    def _cut(self, version: int) -> dict[str, Copy]:
-        """Cut the state into a slice for each server, and put the slices into the store."""
+    def _cut(self, version: int) -> Copies:
+        """Cut the state into the slices of all servers, and put them into the store."""
         layout, saved, cluster = self._server.layout, self._server.save(), self._cluster
-        copies = {}
-        spans = layout.spans(len(self._processes.servers.members))
-        for name, span in zip(self._processes.servers.members, spans, strict=True):
+        names, chunks = [*self._processes.servers.members], self._processes.chunks
+        copies = []
+        for name, span in zip(names * chunks, layout.spans(len(names), chunks), strict=True):
             part = layout.cut([((0, layout.size), saved)], span)
             parts = parted(part, self._model_codec is not None)
-            copies[name] = Copy(version, [span], [Object(cluster.put(each)) for each in parts])
+            refs = [Object(cluster.put(each)) for each in parts]
+            copies.append((name, Copy(version, [span], refs)))
         return copies
 
     def wait(self) -> None:

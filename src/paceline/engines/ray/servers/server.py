@@ -95,6 +95,8 @@ class Server(Holder):
         keep_freed_memory()
         self._clock, self._place, self._threads = clock, place or here, threads
         self._slices: dict[int, Slice] = {}
+        self._cut: int | None = None
+        self._began = -1, 0.0  # the version whose results are fetched, and since when
         self._codec: Codec | None = None
         self._model_codec: Elementwise | None = None
         self._trained = 0
@@ -110,7 +112,7 @@ class Server(Holder):
         version: int,
         secret: bytes | None,
         codecs: tuple[Codec | None, Elementwise | None],
-        slot: tuple[int, bool],
+        slot: tuple[int, int],
         spans: Sequence[Span],
         *parts: Any,
     ) -> tuple[tuple[Place, bool], Array, State]:
@@ -118,14 +120,15 @@ class Server(Holder):
 
         secret: of the processes that may connect to this one; None: slices go by Ray's stores.
         codecs: of results, and of models.
-        slot: its number, and whether to keep other slices and the states of other servers.
+        slot: its number, and that of the cut. Of another cut nothing is kept.
         """
         (self._codec, self._model_codec), self._trained = codecs, layout.trained
-        index, beside = slot
-        self._slices.pop(index, None)  # frees the old memory first
-        if not beside:
+        index, cut = slot
+        if cut != self._cut:
             self._slices.clear()
             self._kept.clear()
+            self._cut = cut
+        self._slices.pop(index, None)  # frees the old memory first
         shard = recipe()
         if "torch" in sys.modules:  # bits do not depend on it: values are stepped one by one
             sys.modules["torch"].set_num_threads(self._threads)
@@ -156,7 +159,9 @@ class Server(Holder):
         incoming = Incoming(refs, patience, self._clock)
         if incoming.fails():
             raise Unusable(*incoming.failed(), {})
-        of.seconds = incoming.seconds
+        if self._began[0] != version:  # the first of its slices
+            self._began = version, incoming.began
+        of.seconds = [incoming.began - self._began[1] + each for each in incoming.seconds]
         m = len(weights[0]) if isinstance(weights[0], tuple) else 1
         start, stop = covering(of.span, m)
         spans = [(0, stop - start)] * len(refs) if at is None else [s for each in at for s in each]

@@ -64,7 +64,8 @@ from paceline.engines.ray.servers.fleet import Settings
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.processes import Processes, RayFleet
 from paceline.engines.ray.servers.server import Unusable
-from paceline.engines.ray.servers.slices import Copy, Kept, Pieces, Version
+from paceline.engines.ray.servers.slices import Kept, Pieces, Version
+from paceline.engines.ray.servers.steps import Copies
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server
@@ -119,10 +120,10 @@ class Shell:
         self.transfers = Transfers(processes.workers, processes.calls)
         self._machine: Callable[[], Machine | None] = lambda: None
 
-    def machine(self, copies: dict[str, Copy], wants: frozenset[Want]) -> Machine:
+    def machine(self, copies: Copies, wants: frozenset[Want]) -> Machine:
         """Make the machine that this shell serves.
 
-        copies: of the slices at the start, by server.
+        copies: of the slices at the start, each with its server.
         """
         server, processes, model_codec = self._server, self._processes, self._codecs[1]
         settings = Settings(
@@ -134,6 +135,7 @@ class Shell:
             processes.transport.direct,
             rounded=model_codec is not None,
             sum_on_nodes=processes.sum_on_nodes,
+            chunks=processes.chunks,
         )
         fleet = RayFleet(processes, self.transfers)
         machine = Machine(settings, fleet, processes.placement, copies, self._make)
@@ -199,11 +201,11 @@ class Shell:
         member, slot = self._pool.members[call.server], call.slot.index
         timeout, actor = self._timeout, member.actor
         match call:
-            case SetUp(_, version, span, copy=copy, beside=beside):
+            case SetUp(_, version, span, copy=copy, cut=cut):
                 timeout = self._processes.start_timeout
                 done, call.values.ref, call.state.ref = actor.set_up.options(num_returns=3).remote(
                     *(self._server.recipe(span), self._server.layout, span, version),
-                    *(self._processes.secret, self._codecs, (slot, beside), copy.spans),
+                    *(self._processes.secret, self._codecs, (slot, cut), copy.spans),
                     *(part.ref for part in copy.parts),
                 )
             case TakeStep(_, version, step=step, pieces=pieces):

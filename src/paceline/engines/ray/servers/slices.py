@@ -135,7 +135,10 @@ class NodeSum:
 
 @dataclass(eq=False)
 class Step:
-    """A step on its way through the servers. Lists go by slot."""
+    """A step on its way through the servers. Lists go by slot.
+
+    former: of slots that had taken it and may have to take it again, what they had answered.
+    """
 
     version: int
     weights: list[Coefficients]
@@ -144,10 +147,12 @@ class Step:
     model: Version
     lr_scale: float = 1.0
     began: float = 0.0  # when it was sent to the servers, on the cluster's clock
+    took: float = 0.0  # seconds until all had taken it
     states: list[Object | None] = field(default_factory=list)
     sums: dict[int, Sums] = field(default_factory=dict)
     totals: Sums | None = None
     done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds to each arrival
+    former: dict[int, tuple[Sums | None, Sequence[float]]] = field(default_factory=dict)
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
     nodes: list[NodeSum] | None = None  # if results are added up by node
 

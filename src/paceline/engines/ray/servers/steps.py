@@ -6,6 +6,7 @@ each server. A version of the model is whole, and reported, when every server ha
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -43,32 +44,35 @@ from paceline.engines.ray.servers.slices import (
 from paceline.engines.ray.servers.sums import by_node
 from paceline.learners.base import Sums, add_up, statistics
 
+_cuts = itertools.count()  # of all jobs: server processes may outlive one
 LAG = 3
 """Versions by which the copy of a slice may be behind, if the exact values are a part of it. A step
 of 4 hosts then sends at most a twelfth of the exact model more; without a lag it is a quarter."""
 
 Do: TypeAlias = Callable[[Call], None]
 """Makes a call at once; the fleet shows its changes from then on."""
+Copies: TypeAlias = Sequence[tuple[str, Copy]]
+"""Copies of all slices, in their order, each with the server that is to start from it."""
 
 
 class Steps:
     """The slices and the steps on their way.
 
-    copies: of the slices, by server.
+    copies: of the slices, each with its server.
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, do: Do, links: Links, copies: dict[str, Copy]
+        self, settings: Settings, fleet: Fleet, do: Do, links: Links, copies: Copies
     ) -> None:
         self._settings, self._fleet, self._do, self._links = settings, fleet, do, links
-        self.spans = [copy.spans[0] for copy in copies.values()]
+        self.spans = [copy.spans[0] for _, copy in copies]
         self.slots = [
-            Slot(index, copy.spans[0], server, copy)
-            for index, (server, copy) in enumerate(copies.items())
+            Slot(index, copy.spans[0], server, copy) for index, (server, copy) in enumerate(copies)
         ]
         self.starting: set[int] = set()  # slots whose server is not up
         self.waiting: deque[Step] = deque()  # steps not yet sent to servers
         self._cut_anew: dict[int, Object] = {}  # slices of the version at the last cut
+        self.cut_number = next(_cuts)  # the number of the present cut
         version = self.slots[0].newest.version
         unknown: list[Object | None] = [None] * len(copies)  # until the servers are up
         self.model = Version(version, self.spans, unknown, taken=True)
@@ -119,8 +123,14 @@ class Steps:
             isinstance(each, tuple) for each in step.weights
         ):
             self._sum_on_nodes(step)
-        for slot in self.slots:
+        for slot in self._last_chunk_first():
             self.feed(slot)
+
+    def _last_chunk_first(self) -> list[Slot]:
+        """Return the slices in the order in which their results come: a backward pass ends with the
+        first layers. A server takes the steps of its slices in this order."""
+        width = len(self.slots) // self._settings.chunks
+        return sorted(self.slots, key=lambda slot: (-(slot.index // width), slot.index))
 
     def _sum_on_nodes(self, step: Step) -> None:
         """Have servers add up the results of their nodes for the servers on other nodes."""
@@ -166,7 +176,7 @@ class Steps:
             self._apply(step, slot, step.totals)
         elif len(step.sums) == len(self.slots):
             step.totals = self._totals(step)
-            for each in self.slots:
+            for each in self._last_chunk_first():
                 self._apply(step, each, step.totals)
             self._do(Ship())
 
@@ -193,9 +203,20 @@ class Steps:
         slot.attempts, slot.raised = 0, -1
         self._do(Trust(slot.server))
         step.model.missing.discard(slot.index)
+        step.former.pop(slot.index, None)
         self.copy_state(slot, event.has_arrays)
+        self._report_if_taken(step)
+
+    def taken_before(self, step: Step, slot: Slot) -> None:
+        """Note that a slice has a step which it need not take again."""
+        sums, step.done[slot.index] = step.former.pop(slot.index)
+        if sums is not None:
+            step.sums[slot.index] = sums
+        self._report_if_taken(step)
+
+    def _report_if_taken(self, step: Step) -> None:
         if len(step.done) == len(self.slots) and not step.model.taken:
-            step.model.taken = True
+            step.model.taken, step.took = True, self._fleet.now - step.began
             self._links.watch(step, self.slots, self.node)
             for node in step.nodes or ():
                 node.sums.clear()  # a server that repeats this step uses the results
@@ -297,6 +318,13 @@ class Steps:
         """The servers that have slices, each once."""
         return list(dict.fromkeys(slot.server for slot in self.slots))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every server has one slice of each chunk."""
+        return len(self.slots) == self._settings.chunks * len(self.servers) and all(
+            len(self.slots_of(server)) == self._settings.chunks for server in self.servers
+        )
+
     def has(self, slot: Slot) -> bool:
         """Return whether a slot is one of the present cut."""
         return slot.index < len(self.slots) and self.slots[slot.index] is slot
@@ -325,10 +353,12 @@ class Steps:
 
     def cut(self, servers: Sequence[str]) -> None:
         """Cut the model anew among servers. Only between two steps."""
-        olds = self.slots
-        self.spans = self._settings.layout.spans(len(servers))
+        olds, chunks = self.slots, self._settings.chunks
+        self.cut_number = next(_cuts)
+        self.spans = self._settings.layout.spans(len(servers), chunks)
         self.slots = []
-        for index, (server, span) in enumerate(zip(servers, self.spans, strict=True)):
+        pairs = zip([*servers] * chunks, self.spans, strict=True)
+        for index, (server, span) in enumerate(pairs):
             meet = [s for s in olds if s.span[0] < span[1] and span[0] < s.span[1]]
             parts = [part for slot in meet for part in slot.newest.parts]
             copy = Copy(olds[0].newest.version, [slot.span for slot in meet], parts)

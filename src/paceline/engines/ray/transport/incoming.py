@@ -48,10 +48,10 @@ class _Arrivals:
         self.seconds = [0.0] * count
         self.wake = threading.Event()
         self._missing, self._lock = count, threading.Lock()
-        self._clock, self._begin = clock, clock()
+        self._clock, self.began = clock, clock()
 
     def one_more(self, index: int, future: Future[Any]) -> None:
-        self.seconds[index] = self._clock() - self._begin
+        self.seconds[index] = self._clock() - self.began
         with self._lock:
             self._missing -= 1
             lost = not self._all_of_them and future.exception(timeout=0) is not None
@@ -80,6 +80,7 @@ class Incoming:
         self.waited = 0.0  # seconds, by the thread that iterates
         arrivals = _Arrivals(len(refs), clock, all_of_them)
         self.seconds, self._wake = arrivals.seconds, arrivals.wake  # until each arrived
+        self.began = arrivals.began
         self._ended: Exception | None = None  # why it waits no longer
         self._held = [ref for ref in refs if isinstance(ref, Held)]
         self._futures: list[Future[Any]] = [ref.future() for ref in refs]

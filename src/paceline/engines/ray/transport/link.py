@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,12 +27,18 @@ from paceline.engines.ray.transport.messages import (
     room,
 )
 
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
 Address: TypeAlias = tuple[str, int]
 """The host and the port on which a process listens."""
 
 _MAX_PACING_RATE = 47  # SO_MAX_PACING_RATE of Linux, which Python does not name
 _GREETING = b"paceline transport 1"
 _NONCE = 16
+_MIN_RTT = slice(148, 152)  # of Linux's tcp_info, in microseconds
+_ASK_AGAIN = 1.0  # seconds
 _AT_ONCE = 2**20  # bytes sent or received before the next connection has its turn
 
 
@@ -67,6 +74,8 @@ class Link:
         self._held_back: list[Message] = []  # until both ends are known
         self._nonce = secrets.token_bytes(_NONCE)
         self._begun.append(memoryview(_GREETING + self._nonce))
+        self._sent = 0
+        self._round_trip = 0.0, -inf  # the shortest one, and when the system was asked
         self._parser = self._parse()
         self._room = next(self._parser)
 
@@ -78,6 +87,31 @@ class Link:
     def order(self) -> int:
         """The order of what it sends next."""
         return self._order if self._begun or not self._out else self._out[0][0]
+
+    @property
+    def on_its_way(self) -> int:
+        """The bytes that the system has taken, and the other end has not acknowledged."""
+        if sys.platform == "linux":
+            with suppress(OSError):
+                waiting = fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4))
+                return int.from_bytes(waiting, sys.byteorder)
+        return 0
+
+    @property
+    def acknowledged(self) -> int:
+        """The bytes that have arrived at the other end."""
+        return self._sent - self.on_its_way
+
+    @property
+    def round_trip(self) -> float:
+        """The seconds of the shortest round trip, 0 where the system does not tell."""
+        seconds, asked = self._round_trip
+        if sys.platform == "linux" and time.monotonic() - asked > _ASK_AGAIN:
+            with suppress(OSError):
+                about = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.stop)
+                seconds = int.from_bytes(about[_MIN_RTT], sys.byteorder) / 1e6
+            self._round_trip = seconds, time.monotonic()
+        return seconds
 
     def send(self, message: Message) -> None:
         """Queue a message; its buffers must not change until it is sent."""
@@ -94,10 +128,13 @@ class Link:
         self._out = [each for each in self._out if each[2].key != key]
         heapq.heapify(self._out)
 
-    def write(self) -> int:
+    def write(self, room: float = inf) -> int:
         """Send what the system takes, and return its bytes; raise OSError if the connection is
-        lost."""
-        left = _AT_ONCE
+        lost.
+
+        room: bytes that may be sent now.
+        """
+        left = most = int(min(room, _AT_ONCE))
         with suppress(BlockingIOError):
             while self.wants_to_send and left > 0:
                 if not self._begun:
@@ -105,12 +142,13 @@ class Link:
                     self._begun.extend(message.pieces())
                 sent = self.sock.send(self._begun[0][:left])
                 left -= sent
+                self._sent += sent
                 self.moved = time.monotonic()
                 if sent == len(self._begun[0]):
                     self._begun.popleft()
                 else:
                     self._begun[0] = self._begun[0][sent:]
-        return _AT_ONCE - left
+        return most - left
 
     def read(self) -> int:
         """Receive what has arrived, and return its bytes; raise OSError if the connection is lost,

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from paceline.core.logs import logger_of
 from paceline.engines.ray.transport.inbox import Inbox, fail
 from paceline.engines.ray.transport.link import Address, Link, Refused
 from paceline.engines.ray.transport.messages import Message, Part, Thing, encode, note
+from paceline.engines.ray.transport.window import Window
 from paceline.learners.base import Array, Span
 
 logger = logger_of(__name__)
@@ -43,6 +45,9 @@ PING = -1
 """The key of an object that every end point has, for others to see whether they reach it."""
 _GREETING_SECONDS = 10.0  # for a connection to be made, and for both ends to prove themselves
 _STALLED = 0.1  # seconds without progress after which a connection no longer holds up others
+# Of a connection that has enough on its way: bytes of room until it sends again, and the seconds
+# until that is looked at.
+_WORTH, _FULL = 2**14, 0.002
 _PAUSE, _NOTES, _MANY = 0.003, 2**10, 2**16  # seconds, and bytes at a time: see Peer._serve_all
 _RELAYED = 256  # objects passed on to one process that are remembered
 _STRANGERS = 64  # connections at a time that have not proved themselves
@@ -70,6 +75,8 @@ class Peer:
         self._all: set[Link] = set()  # connections, each once
         self._strangers: set[Link] = set()  # those of unknown processes
         self._selector = selectors.DefaultSelector()
+        self._window = Window()
+        self._rooms: dict[Link, float] = {}  # bytes that a connection may send now
         self._todo: deque[Callable[[], None]] = deque()
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
@@ -92,7 +99,7 @@ class Peer:
     def hold(
         self,
         things: Mapping[int, Thing],
-        to: Mapping[int, Address] | None = None,
+        to: dict[int, Address] | None = None,
         orders: Mapping[int, int] | None = None,
         missing: Mapping[int, Sequence[Span]] | None = None,
     ) -> None:
@@ -185,7 +192,7 @@ class Peer:
             if events & selectors.EVENT_READ:
                 moved += link.read()
             if events & selectors.EVENT_WRITE:
-                moved += link.write()
+                moved += link.write(self._rooms.get(link, inf))
         except (OSError, Refused, ValueError, KeyError, TypeError) as error:
             self._lose(link, str(error))
         else:
@@ -199,17 +206,29 @@ class Peer:
         turns = {link: self._turn(link) for link in self._all if link.wants_to_send}
         moving = [turn for link, turn in turns.items() if now - link.moved < _STALLED]
         first = min((turn for turn in moving if turn >= 0), default=None)
+        self._rooms.clear()
+        full = False
+        far = [link for link, turn in turns.items() if link.opened and not self._is_near(link)]
+        self._window.measure(far)
         for link, turn in turns.items():
             due = first is None or turn <= first or now - link.moved >= _STALLED
             if not due:
                 waiting, link.moved = True, now  # it is held up by others, and not by itself
+            elif link in far:
+                room = self._rooms[link] = self._window.room(link, len(far))
+                if room < _WORTH:
+                    due, full = False, True
             self._watch(link, due)
+        if full:
+            return _FULL
         return _STALLED / 2 if waiting else 1.0
 
     def _turn(self, link: Link) -> int:
         """Return the order of what a connection sends; within a host, nobody has to wait."""
-        near = link.address is not None and link.address[0] == self.address[0]
-        return -1 if near else link.order
+        return -1 if self._is_near(link) else link.order
+
+    def _is_near(self, link: Link) -> bool:
+        return link.address is not None and link.address[0] == self.address[0]
 
     def _watch(self, link: Link, write: bool) -> None:
         """Ask the system about room to send only while there is something to send."""
@@ -301,11 +320,11 @@ class Peer:
     def _hold(
         self,
         held: Mapping[int, tuple[Thing, Message]],
-        to: Mapping[int, Address],
+        to: dict[int, Address],
         missing: Mapping[int, Sequence[Span]],
     ) -> None:
         self._held |= held
-        for key, address in to.items():
+        for key, address in reversed(to.items()):  # as a backward pass makes them
             if key in held and address != self.address:
                 thing, message = held[key]
                 order = message.order

@@ -55,21 +55,23 @@ class Script:
         rounded: bool = False,
         sum_on_nodes: bool = False,
         direct: bool = False,
+        chunks: int = 1,
     ) -> None:
         self.now, self.probing, self.respawns = 0.0, False, respawns
         self.nodes, self.worker_of, self.up = dict(servers), dict(workers), set[str]()
         self.lost: set[str] = set()
         self.calls: list[Call] = []
         layout = Layout(4 * len(servers) - 2)
-        spans = zip(servers, layout.spans(len(servers)), strict=True)
+        spans = zip([*servers] * chunks, layout.spans(len(servers), chunks), strict=True)
         parts = [Object("s0")] if rounded else [Object("v0"), Object("s0")]
-        copies = {name: Copy(0, [span], parts) for name, span in spans}
+        copies = [(name, Copy(0, [span], parts)) for name, span in spans]
         self.placement = Placement(servers, self.worker_nodes)
         settings = Settings(
             *(layout, 8, totals, frozenset(), 20.0),
             rounded=rounded,
             sum_on_nodes=sum_on_nodes,
             direct=direct,
+            chunks=chunks,
         )
         self.machine = Machine(settings, self, self.placement, copies, self._do)
 

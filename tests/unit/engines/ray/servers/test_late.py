@@ -73,7 +73,7 @@ def test_the_server_of_another_node_takes_the_step() -> None:
     call = run.calls[-1]
     assert asked(call) == (Watch, "s2", 1) and isinstance(call, Watch) and call.seconds == 2.0
     assert run.watched() == TAKEN_OVER
-    assert run.last(SetUp, "s0").beside  # it keeps its own slice
+    assert run.last(SetUp, "s0").cut == run.last(SetUp, "s1").cut  # it keeps its own slice
     assert run.started("s0") == [(TakeStep, "s0", 1), (Ship,)]
     assert run.last(TakeStep, "s0").pieces.refs == ["100:6", "101:6"]
     assert run.taken("s0") == [(Trust, "s0"), REPORTED, (Ship,)]
@@ -92,7 +92,7 @@ def test_the_model_is_cut_anew_before_the_next_step_and_the_link_probed() -> Non
         (Probe, "left out", [("C", "A"), ("B", "A")]),
         (Ship,),
     ]
-    assert not run.last(SetUp, "s0").beside
+    assert run.last(SetUp, "s0").cut != run.last(SetUp, "s2").cut
     assert run.last(SetUp, "s1").copy.spans == [(2, 6), (6, 10)]
 
 

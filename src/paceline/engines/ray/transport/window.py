@@ -1,0 +1,69 @@
+"""How much of what a process sends may be on its way at a time, on all connections together.
+
+TCP sends until a queue on the way overflows. Several connections at once then lose packets, share
+the link unevenly, and delay all other messages of the host by what waits in the queue. Twice what
+the way itself holds, its rate times its shortest round trip, is enough to keep it full (the bound
+of BBR: Cardwell et al., ACM Queue 14(5), 2016). The rate is the largest at which the other ends
+acknowledged bytes of this process lately.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from math import inf
+from typing import Protocol
+
+GAIN = 2.0
+"""In units of what the way holds."""
+LEAST = 2**17
+"""Bytes that every connection may have on its way."""
+SHORT = 0.004
+"""Seconds of a round trip below which there is no bound: the process does not wake up that often,
+and so short a way holds little."""
+SAMPLE, KEPT = 0.1, 100
+"""Seconds of a measurement of the rate, and the number of measurements that count."""
+
+
+class Connection(Protocol):
+    """What a window needs to know of a connection."""
+
+    @property
+    def on_its_way(self) -> int: ...
+
+    @property
+    def acknowledged(self) -> int: ...
+
+    @property
+    def round_trip(self) -> float: ...
+
+
+class Window:
+    """Measures the rate of a process, and bounds what each of its connections has on its way."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rates: deque[float] = deque(maxlen=KEPT)
+        self._at = -inf  # when a measurement began
+        self._before: dict[Connection, int] = {}  # the bytes acknowledged until then
+
+    def measure(self, sending: Collection[Connection]) -> None:
+        """Note what the connections have sent that send to other hosts now."""
+        now = self._clock()
+        if not sending:
+            self._before = {}
+        elif not self._before or now - self._at >= SAMPLE:
+            acknowledged = {each: each.acknowledged for each in sending}
+            if self._before:
+                moved = (acknowledged.get(e, count) - count for e, count in self._before.items())
+                self._rates.append(sum(moved) / (now - self._at))
+            self._at, self._before = now, acknowledged
+
+    def room(self, connection: Connection, active: int) -> float:
+        """Return the bytes that a connection may send now, one of several that are active."""
+        trip = connection.round_trip
+        if trip < SHORT:
+            return inf
+        held = max(self._rates, default=0.0) * trip
+        return max(GAIN * held / active, LEAST) - connection.on_its_way

@@ -1,0 +1,86 @@
+"""The bound of what a process has on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from pytest import approx
+
+from paceline.engines.ray.transport.window import GAIN, KEPT, LEAST, SHORT, Window
+
+
+@dataclass(eq=False)
+class Connection:
+    on_its_way: int = 0
+    acknowledged: int = 0
+    round_trip: float = 0.05
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(window: Window, clock: Clock, connections: list[Connection], rate: float) -> None:
+    """Have all connections together get bytes acknowledged at a rate for one measurement."""
+    clock.now += 0.125  # a little longer than SAMPLE
+    for each in connections:
+        each.acknowledged += round(rate * 0.125 / len(connections))
+    window.measure(connections)
+
+
+def measured(rate: float, count: int) -> tuple[Window, Clock, list[Connection]]:
+    clock = Clock()
+    window, connections = Window(clock), [Connection() for _ in range(count)]
+    window.measure(connections)
+    run(window, clock, connections, rate)
+    return window, clock, connections
+
+
+def test_twice_what_the_way_holds_is_shared_by_the_active_connections() -> None:
+    window, _, (one, other) = measured(100e6, 2)
+    assert window.room(one, 2) == GAIN * 100e6 * 0.05 / 2
+    one.on_its_way = 1_000_000
+    assert window.room(one, 2) == GAIN * 100e6 * 0.05 / 2 - 1_000_000
+    assert window.room(other, 1) == GAIN * 100e6 * 0.05
+
+
+def test_a_slow_way_and_an_unknown_rate_leave_the_least() -> None:
+    assert Window(Clock()).room(Connection(), 3) == LEAST
+    window, _, connections = measured(1e5, 1)
+    assert window.room(connections[0], 1) == LEAST
+
+
+def test_there_is_no_bound_on_a_short_way() -> None:
+    window, _, _ = measured(100e6, 1)
+    assert window.room(Connection(10**9, round_trip=SHORT / 2), 1) == inf
+
+
+def test_the_largest_rate_counts_until_it_is_long_ago() -> None:
+    window, clock, connections = measured(100e6, 1)
+    for _ in range(KEPT - 1):
+        run(window, clock, connections, 50e6)
+    assert window.room(connections[0], 1) == approx(GAIN * 100e6 * 0.05)
+    run(window, clock, connections, 50e6)
+    assert window.room(connections[0], 1) == approx(GAIN * 50e6 * 0.05)
+
+
+def test_a_pause_is_not_measured() -> None:
+    window, clock, connections = measured(100e6, 1)
+    for _ in range(KEPT):
+        window.measure([])  # nothing is sent
+        clock.now += 60.0
+        window.measure(connections)
+    assert window.room(connections[0], 1) == approx(GAIN * 100e6 * 0.05)
+
+
+def test_a_connection_that_ends_within_a_measurement_counts_as_idle() -> None:
+    window, clock, (one, other) = measured(100e6, 2)
+    one.acknowledged += 10**9
+    clock.now += 0.125  # a little longer than SAMPLE
+    window.measure([other])
+    assert window.room(other, 1) == GAIN * 100e6 * 0.05
