@@ -91,7 +91,9 @@ def play(seed: int, folder: Path, only: str | Case | None = None) -> Outcome:
         case = replace(case, down=BFloat16())
     if case.servers and case.codec is None and seed % 4 in (1, 2):
         case = replace(case, sum_on_nodes=True)
-    world = World(seed, weather, case.workers, TIMEOUT, case.nodes, bool(seed % 2), 1 + seed // 2 % 2)
+    world = World(
+        seed, weather, case.workers, TIMEOUT, case.nodes, bool(seed % 2), 1 + seed // 2 % 2
+    )
     storm = Storm(seed, case, world, folder, rng)
     weather_out(storm)
     return Outcome(

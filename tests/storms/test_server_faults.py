@@ -20,7 +20,6 @@ import paceline as pl
 from paceline.codecs.base import Codec
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute, Recovery
-from paceline.engines.ray.servers.slices import Slot
 from tests.storms.cases import Case
 from tests.storms.planted import SERVER_BUGS, found, planted
 from tests.storms.processes import Reference, ServerProcess, WorkerProcess

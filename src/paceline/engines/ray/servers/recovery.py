@@ -109,7 +109,9 @@ class Recovery:
                 if not step.model.taken and slot.index in step.done:
                     step.former[slot.index] = sums, step.done.pop(slot.index)
         made = Object(), Object()
-        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.cut_number))
+        self._do(
+            SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.cut_number)
+        )
 
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
