@@ -139,11 +139,12 @@ class SimulatedDirect(Stores):
         member: Member,
         version: int,
         to: Sequence[Member],
+        waits: bool,
         method: str,
         count: int,
         *given: Any,
     ) -> tuple[Any, list[Any]]:
-        first, rest = super().call(member, version, to, method, count, *given)
+        first, rest = super().call(member, version, to, waits, method, count, *given)
         for reference in rest if method == "compute_slices" else ():
             reference.holder = member.actor
         return first, rest

@@ -55,7 +55,7 @@ class Member:
     model_bytes: int | None = None  # bytes of its last model, if it came encoded
     refunds: list[TaskId] = field(default_factory=list)  # unused results, not yet reported to it
     released: deque[int] = field(default_factory=deque)  # keys of objects that it need not hold
-    pushes: bool = True  # whether it sends results to servers before they ask
+    pushes: bool = True  # whether it sends a result to servers before one of them asks
 
     def reset(self) -> None:
         """Forget the job that has ended; the process stays."""

@@ -82,7 +82,8 @@ def test_parts_that_leave_early_and_the_rest_make_the_whole_result(worker: Worke
         for id in range(3):
             keys = [10 * id + index for index in range(3)]
             _, packed = order(id, cut)
-            asked: Holding = "compute_slices", keys, [2] * 3, [], [end.address for end in ends]
+            to = [end.address for end in ends]
+            asked: Holding = "compute_slices", keys, [2] * 3, [], to, False
             assert read(worker.holding(asked, packed, model)).samples == 16
             arrived: list[Any] = [
                 end.fetch(here.address, key).result(SECONDS)

@@ -101,7 +101,7 @@ class Machine:
             self.late.watch_step()
             return False
         result.loss, result.count = stats.get("loss"), stats.get("count")
-        result.samples = samples
+        result.samples, result.answered = samples, self._fleet.now
         self.results.held[token.task] = result
         return True
 

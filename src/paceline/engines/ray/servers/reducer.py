@@ -100,14 +100,15 @@ class ShardedReducer:
         slices = [each for each in model.slices if each is not None]
         refs = [each.ref if again else each.nearest for each in slices]
         servers = [self._processes.servers.members[slot.server] for slot in steps.slots]
-        to, count = servers if member.pushes else (), len(spans)
         given = pack(token, task, *others), refs
-        reply, pieces = self._processes.transport.call(
-            member, task.version + 1, to, "compute_slices", count, *given
+        transport, waits = self._processes.transport, not member.pushes
+        reply, pieces = transport.call(
+            member, task.version + 1, servers, waits, "compute_slices", len(spans), *given
         )
         member.refunds, member.model_bytes = [], self._model_bytes(model)
         node, m = member.place.node, task.work.messages
-        self.machine.expect(Result(token, task, model, spans, pieces, node, m))
+        pushed = transport.direct and not waits
+        self.machine.expect(Result(token, task, model, spans, pieces, node, pushed, m))
         return reply
 
     def _model_bytes(self, model: Version) -> int | None:
@@ -130,7 +131,7 @@ class ShardedReducer:
         return accepted
 
     def _use(self, token: Token, used: bool) -> None:
-        """Have a worker push its next result only if its last one was used."""
+        """Have a worker push its next result at once only if its last one was used."""
         member = self._workers.members.get(token.worker)
         if member is not None:
             member.pushes = used

@@ -61,7 +61,11 @@ class Version:
 
 @dataclass(eq=False)
 class Result:
-    """A worker's vector, as the references of its slices, and the task that it comes from."""
+    """A worker's vector, as the references of its slices, and the task that it comes from.
+
+    pushed: whether its slices leave as soon as they exist. Otherwise servers have to ask.
+    answered: when the worker answered, on the cluster's clock.
+    """
 
     token: Token
     task: Task
@@ -69,7 +73,9 @@ class Result:
     spans: Sequence[Span]
     slices: Sequence[Any]
     node: str
+    pushed: bool = False
     messages: int = 1
+    answered: float = 0.0
     samples: int = 0
     loss: float | None = None
     count: float | None = None
@@ -151,7 +157,7 @@ class Step:
     states: list[Object | None] = field(default_factory=list)
     sums: dict[int, Sums] = field(default_factory=dict)
     totals: Sums | None = None
-    done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds to each arrival
+    done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds of each result
     former: dict[int, tuple[Sums | None, Sequence[float]]] = field(default_factory=dict)
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
     nodes: list[NodeSum] | None = None  # if results are added up by node
@@ -162,9 +168,15 @@ class Step:
         return all(result.model.number == self.version - 1 for result in self.results)
 
     def arrivals(self, slot: int, seconds: Sequence[float]) -> Sequence[float]:
-        """Return the seconds to the arrival of each result, or of the sum that has it."""
+        """Return the seconds that each result was on its way, or the sum that has it.
+
+        seconds: from the beginning of the step until each arrived. Pushed results left before.
+        """
         if self.nodes is None:
-            return seconds
+            early = [self.began - each.answered if each.pushed else 0.0 for each in self.results]
+            if len(seconds) != len(early):  # a result came in several pieces
+                return ()
+            return [max(after + more, 0.0) for after, more in zip(seconds, early, strict=True)]
         found: dict[int, float] = {}
         rest = iter(seconds)
         for each in self.nodes:

@@ -32,6 +32,7 @@ class Transport(Protocol):
         member: Member,
         version: int,
         to: Sequence[Member],
+        waits: bool,
         method: str,
         count: int,
         *given: Any,
@@ -39,7 +40,8 @@ class Transport(Protocol):
         """Call a method; return the references of its first value, and of the `count` others.
 
         version: of the model for which these others are needed.
-        to: the processes to which they are pushed as soon as they are there, if any.
+        to: the processes to which they are pushed, if any.
+        waits: whether to push them after one of them was asked for, and not as soon as they exist.
         """
 
     def publish(
@@ -69,6 +71,7 @@ class Stores:
         member: Member,
         version: int,
         to: Sequence[Member],
+        waits: bool,
         method: str,
         count: int,
         *given: Any,
@@ -79,7 +82,7 @@ class Stores:
     def publish(
         self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
     ) -> Any:
-        first, (values.ref, state.ref) = self.call(member, version, (), method, 2, *given)
+        first, (values.ref, state.ref) = self.call(member, version, (), False, method, 2, *given)
         return first
 
 
@@ -96,6 +99,7 @@ class Direct:
         member: Member,
         version: int,
         to: Sequence[Member],
+        waits: bool,
         method: str,
         count: int,
         *given: Any,
@@ -104,7 +108,7 @@ class Direct:
         pushed: list[deque[int] | None] = [m.released for m in to] or [None] * count
         refs = [self._owned(member, other) for other in pushed]
         orders = [2 * version] * count  # before the model that they lead to
-        order = method, [ref.key for ref in refs], orders, _taken(member), addresses
+        order = method, [ref.key for ref in refs], orders, _taken(member), addresses, waits
         return member.actor.holding.remote(order, *given), refs
 
     def publish(
@@ -112,7 +116,7 @@ class Direct:
     ) -> Any:
         values.held, state.held = self._owned(member), self._owned(member)
         keys, orders = [values.held.key, state.held.key], [2 * version + 1, _LAST]
-        order = method, keys, orders, _taken(member), ()
+        order = method, keys, orders, _taken(member), (), False
         first, values.ref, state.ref = member.actor.publishing.options(num_returns=3).remote(
             order, *given
         )

@@ -19,24 +19,25 @@ from paceline.learners.base import Array, Span
 _REACH_SECONDS = 15.0
 
 Holding: TypeAlias = tuple[
-    str, Sequence[int], Sequence[int], Sequence[int], Sequence[Address | None]
+    str, Sequence[int], Sequence[int], Sequence[int], Sequence[Address | None], bool
 ]
 """The method to call, the keys of what it returns after its first value, their orders among what
-waits to be sent, the keys to release, and the address to which each object is pushed, if any."""
+waits to be sent, the keys to release, and the address to which each object is pushed, if any. Last,
+whether objects are pushed only after one of them was asked for."""
 
 
 class Sending:
     """Pushes parts of what a method will return, while it still runs."""
 
     def __init__(self, peer: Peer, order: Holding) -> None:
-        _, self._keys, self._orders, _, to = order
+        _, self._keys, self._orders, _, to, self._waits = order
         self._peer = peer
         self._to = [None if each is None else (each[0], each[1]) for each in to]
         self._sent: dict[int, list[Span]] = {}  # by key
 
     @property
     def wanted(self) -> bool:
-        return any(self._to)
+        return any(self._to) and not self._waits
 
     def send(self, index: int, part: Array, at: Part) -> None:
         """Push a part of an object, the method's own name of which is an index from 0 on."""
@@ -58,7 +59,8 @@ class Sending:
         missing = {
             key: gaps(sent, given[key].size) for key, sent in self._sent.items() if key in to
         }
-        self._peer.hold(given, to, dict(zip(self._keys, self._orders, strict=True)), missing)
+        orders = dict(zip(self._keys, self._orders, strict=True))
+        self._peer.hold(given, to, orders, missing, self._waits)
 
 
 class Holder:
@@ -96,7 +98,7 @@ class Holder:
         return None
 
     def _held(self, order: Holding, *given: Any) -> Any:
-        method, _, _, released, _ = order
+        method, _, _, released, _, _ = order
         assert self._peer is not None
         self._peer.release(released)
         sending = self._sending = Sending(self._peer, order)

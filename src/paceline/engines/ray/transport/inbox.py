@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
@@ -26,6 +27,7 @@ class Inbox:
         self._arrived: dict[int, Thing] = {}  # pushed here, and not yet fetched
         self._parts: dict[int, tuple[Array, int]] = {}  # and the values that are still missing
         self.used: set[int] = set()  # pushed here, and fetched
+        self.times: dict[int, float] = {}  # when they were here that were pushed
         self._dropped: dict[int, None] = {}  # released last: they may still be on their way here
         self._futures: dict[int, tuple[Future[Thing], Link | None]] = {}
 
@@ -48,6 +50,8 @@ class Inbox:
         fetch that was given up, and what was released while it was on its way.
         """
         self._parts.pop(key, None)
+        if pushed and key not in self._dropped:
+            self.times[key] = time.monotonic()
         future, _ = self._futures.pop(key, (None, None))
         if future is not None:
             fill(future, thing)
@@ -88,6 +92,7 @@ class Inbox:
             self._arrived.pop(key, None)
             self._parts.pop(key, None)
             self.used.discard(key)
+            self.times.pop(key, None)
             self._dropped[key] = None
         for key in list(self._dropped)[:-_DROPPED]:
             del self._dropped[key]

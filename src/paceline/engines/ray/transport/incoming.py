@@ -50,8 +50,9 @@ class _Arrivals:
         self._missing, self._lock = count, threading.Lock()
         self._clock, self.began = clock, clock()
 
-    def one_more(self, index: int, future: Future[Any]) -> None:
-        self.seconds[index] = self._clock() - self.began
+    def one_more(self, index: int, ref: Held | None, future: Future[Any]) -> None:
+        pushed = None if ref is None else ref.arrived
+        self.seconds[index] = (self._clock() if pushed is None else pushed) - self.began
         with self._lock:
             self._missing -= 1
             lost = not self._all_of_them and future.exception(timeout=0) is not None
@@ -79,13 +80,15 @@ class Incoming:
         self.slices: list[Array] = []
         self.waited = 0.0  # seconds, by the thread that iterates
         arrivals = _Arrivals(len(refs), clock, all_of_them)
-        self.seconds, self._wake = arrivals.seconds, arrivals.wake  # until each arrived
+        # Until each arrived: below 0 for what was pushed here before.
+        self.seconds, self._wake = arrivals.seconds, arrivals.wake
         self.began = arrivals.began
         self._ended: Exception | None = None  # why it waits no longer
         self._held = [ref for ref in refs if isinstance(ref, Held)]
         self._futures: list[Future[Any]] = [ref.future() for ref in refs]
-        for index, future in enumerate(self._futures):
-            future.add_done_callback(partial(arrivals.one_more, index))
+        for index, (ref, future) in enumerate(zip(refs, self._futures, strict=True)):
+            held = ref if isinstance(ref, Held) else None
+            future.add_done_callback(partial(arrivals.one_more, index, held))
 
     def give_up(self) -> None:
         """Stop to wait, since the task was cancelled."""

@@ -8,7 +8,10 @@ the connection ends.
 Of what waits to be sent, the objects with the lowest order go first, on all connections: the step
 that comes first needs them first. A worker pushes through the server of its own host, if there is
 one, so that results and models leave a host in that order. A connection that makes no progress
-delays no other.
+delays no other, and neither does one that is slow by itself.
+
+Objects that are held together can wait until somebody asks for one of them. Then all of them are
+pushed: those who need the others will ask soon, too.
 
 One thread does all sending and receiving. It shares nothing with other threads but a queue of
 actions and the futures that it fills.
@@ -67,6 +70,7 @@ class Peer:
         self.address: Address = host, self._listener.getsockname()[1]
         self._held: dict[int, tuple[Thing, Message]] = {PING: (None, encode(PING, None))}
         self._asked: dict[int, set[Link]] = {}  # for objects that do not exist yet
+        self._waiting: dict[int, dict[int, Address]] = {}  # by key, what is pushed when it is asked
         self._inbox = Inbox()
         self._links: dict[Address, Link] = {}
         self._pushed: dict[Address, set[int]] = {}  # keys of objects that are on their way
@@ -102,11 +106,13 @@ class Peer:
         to: dict[int, Address] | None = None,
         orders: Mapping[int, int] | None = None,
         missing: Mapping[int, Sequence[Span]] | None = None,
+        waits: bool = False,
     ) -> None:
         """Hold objects by key until they are released; push some of them to addresses.
 
         orders: in which objects are sent if several wait, from 0 on; 0 for those left out.
         missing: of objects that were pushed in parts, what was not.
+        waits: whether to push nothing until one of them is asked for.
         """
         if self._closed:
             raise RuntimeError("the direct transport of this process has ended; see its log")
@@ -114,7 +120,7 @@ class Peer:
         held = {
             key: (thing, encode(key, thing, order.get(key, 0))) for key, thing in things.items()
         }
-        self._do(partial(self._hold, held, to or {}, missing or {}))
+        self._do(partial(self._hold, held, to or {}, missing or {}, waits))
 
     def relay(self, ends: Iterable[Address]) -> Address | None:
         """Return the process of this host through which objects are pushed to these ends."""
@@ -133,6 +139,10 @@ class Peer:
             return future
         self._do(partial(self._fetch, (address[0], address[1]), key, future))
         return future
+
+    def arrived(self, key: int) -> float | None:
+        """Return when an object was here that was pushed, by `time.monotonic`."""
+        return self._inbox.times.get(key)
 
     def give_up(self, keys: Collection[int]) -> None:
         """Cancel fetches: their holders need not send the objects any more."""
@@ -204,12 +214,12 @@ class Peer:
         """Let the connections send that are due; return the seconds until others may be."""
         now, waiting = time.monotonic(), False
         turns = {link: self._turn(link) for link in self._all if link.wants_to_send}
-        moving = [turn for link, turn in turns.items() if now - link.moved < _STALLED]
-        first = min((turn for turn in moving if turn >= 0), default=None)
         self._rooms.clear()
         full = False
         far = [link for link, turn in turns.items() if link.opened and not self._is_near(link)]
         self._window.measure(far)
+        moving = [turn for link, turn in turns.items() if self._holds_up_others(link, now)]
+        first = min((turn for turn in moving if turn >= 0), default=None)
         for link, turn in turns.items():
             due = first is None or turn <= first or now - link.moved >= _STALLED
             if not due:
@@ -222,6 +232,9 @@ class Peer:
         if full:
             return _FULL
         return _STALLED / 2 if waiting else 1.0
+
+    def _holds_up_others(self, link: Link, now: float) -> bool:
+        return now - link.moved < _STALLED and link not in self._window.slow
 
     def _turn(self, link: Link) -> int:
         """Return the order of what a connection sends; within a host, nobody has to wait."""
@@ -311,6 +324,10 @@ class Peer:
 
         again: whether it had arrived there before.
         """
+        if (group := self._waiting.get(key)) is not None:
+            for each in group:
+                del self._waiting[each]
+            self._push_held(group, {})
         on_its_way = link.address is not None and key in self._pushed.get(link.address, ())
         if key in self._held and (again or not on_its_way):
             link.send(self._held[key][1])
@@ -322,11 +339,23 @@ class Peer:
         held: Mapping[int, tuple[Thing, Message]],
         to: dict[int, Address],
         missing: Mapping[int, Sequence[Span]],
+        waits: bool,
     ) -> None:
         self._held |= held
-        for key, address in reversed(to.items()):  # as a backward pass makes them
-            if key in held and address != self.address:
-                thing, message = held[key]
+        if waits:
+            group = {key: address for key, address in to.items() if key in held}
+            self._waiting |= dict.fromkeys(group, group)
+        else:
+            self._push_held(to, missing)
+        for key, (thing, _) in held.items():
+            for link in self._asked.pop(key, ()):
+                self._send(link, key)
+            self._inbox.take(key, thing)  # if this very process fetches it
+
+    def _push_held(self, to: Mapping[int, Address], missing: Mapping[int, Sequence[Span]]) -> None:
+        for key, address in reversed([*to.items()]):  # as a backward pass makes them
+            if key in self._held and address != self.address:
+                thing, message = self._held[key]
                 order = message.order
                 messages = [encode(key, thing, order, address)]
                 if key in missing and key in self._pushed.get(address, ()):  # its parts are there
@@ -336,10 +365,6 @@ class Peer:
                         for start, stop in missing[key]
                     ]
                 self._push(key, address, self.relay(to.values()) or address, messages)
-        for key, (thing, _) in held.items():
-            for link in self._asked.pop(key, ()):
-                self._send(link, key)
-            self._inbox.take(key, thing)  # if this very process fetches it
 
     def _push(self, key: int, to: Address, via: Address, messages: Iterable[Message]) -> None:
         """Send an object, or a part, to an address, through another process unless that is it."""
@@ -372,6 +397,7 @@ class Peer:
         for key in keys:
             self._held.pop(key, None)
             self._asked.pop(key, None)
+            self._waiting.pop(key, {}).pop(key, None)
         self._inbox.release(keys)
         for pushed in (*self._pushed.values(), *self._via.values()):
             for key in pushed.intersection(keys):

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.engines.ray.transport.current import current
+from paceline.engines.ray.transport.inbox import Lost
 from paceline.engines.ray.transport.link import Address
 from paceline.engines.ray.transport.messages import Thing
 
@@ -26,6 +27,14 @@ class Held:
     def future(self) -> Future[Thing]:
         """Get it; `Lost` if the connection to its holder ends before."""
         return current().fetch(self.address, self.key)
+
+    @property
+    def arrived(self) -> float | None:
+        """When it was here, if it was pushed to this process; by `time.monotonic`."""
+        try:
+            return current().arrived(self.key)
+        except Lost:  # the end point is closed
+            return None
 
 
 class Owned(Held):

@@ -90,6 +90,25 @@ def test_a_slow_link_is_found_though_the_first_slice_is_shorter() -> None:
     assert [slot.slow for slot in slots] == [0, 0, 0, 1]
 
 
+def test_a_slow_worker_among_the_first_results_is_found_by_when_they_were_ready() -> None:
+    """Pushed results leave before the step, which waits for the answer of the slow worker."""
+    slots, step = step_of(4)
+    answers = [0.0, 0.1, 0.2, 3.0]
+    step.began = 3.0
+    for result, at in zip(step.results, answers, strict=True):
+        result.answered, result.pushed = at, True
+    for slot in slots:
+        arrived = [
+            at + (4.0 if "n3" in (f"n{slot.index}", result.node) else 0.3)
+            for result, at in zip(step.results, answers, strict=True)
+        ]
+        step.done[slot.index] = step.arrivals(slot.index, [at - step.began for at in arrived])
+    Links().watch(step, slots, lambda slot: f"n{slot.index}")
+    assert [slot.slow for slot in slots] == [0, 0, 0, 2]  # at once: seconds longer
+    step.results[0].pushed = False
+    assert step.arrivals(0, [0.25, 0.1, 0.1, 0.1])[0] == 0.25
+
+
 def spent(count: int) -> float:
     """Return the seconds of a step that the driver needs for watching links and for pieces."""
     slots, step = step_of(count)

@@ -92,6 +92,33 @@ def test_a_pushed_object_is_sent_once(peers: Callable[[], Peer]) -> None:
     until(lambda: not asker._inbox.used and not asker._inbox._arrived)
 
 
+def test_what_waits_is_pushed_as_soon_as_one_of_it_is_asked_for(peers: Callable[[], Peer]) -> None:
+    holder, one, other = peers(), peers(), peers()
+    to = {1: one.address, 2: other.address, 3: one.address}
+    holder.hold({1: vector(), 2: vector(), 3: vector()}, to, waits=True)
+    assert isinstance(one.fetch(holder.address, 3).result(SECONDS), np.ndarray)
+    until(lambda: 1 in one._inbox._arrived and 2 in other._inbox._arrived)
+    assert not holder._waiting
+    holder.hold({4: vector(), 5: vector()}, {4: one.address, 5: other.address}, waits=True)
+    holder.release([4, 5])
+    until(lambda: not holder._waiting and 4 not in holder._held)
+    assert 4 not in one._inbox._arrived
+
+
+def test_the_time_of_an_arrival_is_that_of_the_push_and_not_of_the_fetch(
+    peers: Callable[[], Peer],
+) -> None:
+    holder, asker = peers(), peers()
+    before = time.monotonic()
+    holder.hold({1: vector()}, {1: asker.address})
+    until(lambda: 1 in asker._inbox._arrived)
+    after = time.monotonic()
+    asker.fetch(holder.address, 1).result(SECONDS)
+    assert before <= (asker.arrived(1) or 0.0) <= after
+    asker.release([1])
+    until(lambda: asker.arrived(1) is None)
+
+
 def test_both_ends_can_ask_over_either_connection(peers: Callable[[], Peer]) -> None:
     one, other = peers(), peers()
     one.hold({1: vector()})
@@ -284,13 +311,13 @@ def test_what_a_method_returns_is_held_and_pushed_until_it_is_released() -> None
     maker, there = Maker(), Peer(HOST, SECRET)
     maker._peer = open_peer(HOST, SECRET)
     try:
-        order: Holding = "make", [1, 2], [3, 4], [], [there.address, None]
+        order: Holding = "make", [1, 2], [3, 4], [], [there.address, None], False
         assert maker.holding(order) == "told"
         maker.values += 1  # the process goes on working on it
         until(lambda: 1 in there._inbox._arrived)
         got = there.fetch(maker._peer.address, 2).result(SECONDS)
         assert isinstance(got, tuple) and got[0]["m"].tolist() == [0, 1, 2, 3]
-        assert len(maker.publishing(("make", [5, 6], [7, 8], [1, 2], []))) == 3
+        assert len(maker.publishing(("make", [5, 6], [7, 8], [1, 2], [], False))) == 3
         until(lambda: maker._peer is not None and set(maker._peer._held) == {-1, 5, 6})
     finally:
         close_peer()
@@ -420,7 +447,7 @@ def test_an_object_pushed_in_parts_arrives_as_one(peers: Callable[[], Peer]) -> 
     maker, relay = Maker(), peers()
     maker._peer = open_peer(HOST, SECRET)
     try:
-        order: Holding = "make", [1, 2], [4, 4], [], [end.address, relay.address]
+        order: Holding = "make", [1, 2], [4, 4], [], [end.address, relay.address], False
         found = end.fetch(maker._peer.address, 1)
         assert maker.holding(order) == "told" and maker._sending is None
         got = found.result(SECONDS)

@@ -7,7 +7,7 @@ from math import inf
 
 from pytest import approx
 
-from paceline.engines.ray.transport.window import GAIN, KEPT, LEAST, SHORT, Window
+from paceline.engines.ray.transport.window import GAIN, KEPT, LATELY, LEAST, SHORT, Window
 
 
 @dataclass(eq=False)
@@ -84,3 +84,41 @@ def test_a_connection_that_ends_within_a_measurement_counts_as_idle() -> None:
     clock.now += 0.125  # a little longer than SAMPLE
     window.measure([other])
     assert window.room(other, 1) == GAIN * 100e6 * 0.05
+
+
+def test_a_connection_that_gets_far_less_than_another_is_slow() -> None:
+    window, clock, (one, other) = measured(100e6, 2)
+    assert not window.slow
+    clock.now += 0.125
+    one.acknowledged += 10**6
+    other.acknowledged += 10**5
+    window.measure([one, other])
+    assert window.slow == {other}
+    assert window.room(other, 1) == LEAST
+    clock.now += 0.125
+    other.acknowledged += 10**6
+    window.measure([other])  # the other one has nothing to send now
+    assert not window.slow
+
+
+def test_if_all_connections_are_slow_the_limit_is_their_own_host() -> None:
+    window, clock, connections = measured(100e6, 2)
+    run(window, clock, connections, 1e6)
+    assert not window.slow
+
+
+def test_a_rate_of_long_ago_does_not_make_others_slow() -> None:
+    window, clock, (one, _) = measured(100e6, 2)
+    window.measure([])
+    clock.now += LATELY
+    window.measure([one])
+    run(window, clock, [one], 1e6)
+    assert not window.slow
+
+
+def test_a_connection_that_had_to_wait_is_not_slow() -> None:
+    window, clock, (one, other) = measured(100e6, 2)
+    clock.now += 0.125
+    one.acknowledged += 10**7
+    window.measure([one, other])  # the other one got nothing
+    assert not window.slow
