@@ -169,8 +169,8 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
     taken = Counter[bool]()
     overtake = Recovery.overtake
 
-    def counted(self: Recovery, late: str) -> bool:
-        done = overtake(self, late)
+    def counted(self: Recovery, late: str, why: str) -> bool:
+        done = overtake(self, late, why)
         taken[done] += 1
         return done
 

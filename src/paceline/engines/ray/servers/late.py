@@ -22,7 +22,7 @@ class Late:
     def watch_step(self) -> None:
         """Have the server watched that alone has not taken the newest step."""
         log = self._steps.history.log
-        if log and not log[-1].model.taken:
+        if log and not log[-1].model.taken and not log[-1].overtaken:
             servers = {slot.server for slot in self._steps.left(log[-1])}
             if len(servers) == 1:
                 self._watch(servers.pop(), log[-1], self._fleet.now - log[-1].began)

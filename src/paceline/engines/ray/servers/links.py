@@ -80,9 +80,10 @@ class Links:
     def __init__(self) -> None:
         self.left_out: dict[str, LeftOut] = {}
 
-    def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> None:
+    def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> str | None:
         """Count for each server the steps in a row in which its node's link was slow.
 
+        Return a server whose link made this step seconds longer, if there is one.
         A result has arrived at a server with its last slice. The times of a server with fewer
         values are scaled to those of the one with most.
         """
@@ -104,6 +105,7 @@ class Links:
             if (is_slow := slow.get(node(slot))) is not None:
                 count = SLOW_STEPS if severe.get(node(slot)) else 1
                 slot.slow = slot.slow + count if is_slow else 0
+        return next((slot.server for slot in slots if severe.get(node(slot))), None)
 
     def slow(self, slots: Sequence[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long."""

@@ -68,7 +68,7 @@ class Machine:
     ) -> None:
         self._settings, self._fleet, self._placement, self._do = settings, fleet, placement, do
         self.results, self.links = Results(), Links()
-        self.steps = Steps(settings, fleet, do, self.links, copies)
+        self.steps = Steps(settings, fleet, do, copies)
         self.late = Late(self.steps, fleet, do, settings.chunks)
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
         around = self.routes, placement, fleet, do
@@ -161,6 +161,7 @@ class Machine:
         match event:
             case Started():
                 self.recovery.started(event)
+                self._report()
                 self.late.watch_step()
                 self._advance()
                 self._do(Ship())
@@ -183,6 +184,7 @@ class Machine:
 
     def _step_taken(self, event: StepTaken) -> None:
         self.steps.taken(event)
+        self._report()
         if event.call.step.model.whole:
             self.steps.forget()
             self._advance()
@@ -192,16 +194,35 @@ class Machine:
         if self.steps.has(event.call.slot):  # the model may have been cut anew
             self.steps.feed(event.call.slot)
 
+    def _report(self) -> None:
+        """Report the newest step if all servers have taken it.
+
+        Before, a server gives its slices away if its link is slow by seconds: they are about to be
+        sent to all workers.
+        """
+        if (step := self.steps.to_report()) is None:
+            return
+        if not step.overtaken:  # what servers fetched again took longer
+            slow = self.links.watch(step, self.steps.slots, self.steps.node)
+            if slow is not None and self._take_over(slow, "its link is slow"):
+                return
+        self.steps.report(step)
+
+    def _take_over(self, server: str, why: str) -> bool:
+        """Have other servers take the newest step in place of one, and leave that one out."""
+        node = self._fleet.node(server)
+        if not self.recovery.overtake(server, why):
+            return False
+        if node in self._placement.leaving:
+            self.moves.left(server)
+        else:
+            self.links.leave_out(server, node, self._fleet.now)
+        return True
+
     def _replace_late(self, call: Watch) -> None:
         """Leave a server out that keeps all others waiting, or have another one keep a state."""
         if self.late.has_step(call):
-            node = self._fleet.node(call.server)
-            if not self.recovery.overtake(call.server):
-                return
-            if node in self._placement.leaving:
-                self.moves.left(call.server)
-            else:
-                self.links.leave_out(call.server, node, self._fleet.now)
+            self._take_over(call.server, "all others have taken it")
         elif self.late.has_copy(call):
             logger.warning("server %s is late with a copy: another one keeps it", call.server)
             self.steps.keep_elsewhere(call.server, lost=False)

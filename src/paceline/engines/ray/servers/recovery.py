@@ -150,9 +150,10 @@ class Recovery:
         for slot in slots:
             self.recover(slot)
 
-    def overtake(self, late: str) -> bool:
-        """Have servers of another node take the newest step in place of one that is late.
+    def overtake(self, late: str, why: str) -> bool:
+        """Have servers of other nodes take the newest step in place of one that is late.
 
+        why: it counts as late.
         Return whether other nodes have what that takes: the values, with a worker whose result is
         a part of the step, and the optimizer's state. The late server gives away all its slices,
         also those of which it has taken the step: its process ends.
@@ -163,19 +164,20 @@ class Recovery:
         others = [each for each in steps.slots if steps.node(each) != steps.node(slots[0])]
         if not others or any(self._newest(slot, holders[slot.index]) is None for slot in slots):
             return False
+        step.overtaken = True
         steps.starting.update(holders)
         steps.keep_elsewhere(late)
-        for slot in slots:
+        logger.warning(
+            "server %s is late with step %d (%s): others take it in its place",
+            *(late, step.version, why),
+        )
+        for i, slot in enumerate(slots):
             copy = self._copy_elsewhere(slot, holders[slot.index])
             assert copy is not None
             state, copy = slot.states[copy.version], replace(copy, other=slot.newest)
             keeping = [each.server for each in others if is_with(state, each.server)]
-            slot.server = (keeping or [others[0].server])[0]
-            slot.held, slot.keeper, slot.raised = -1, None, -1
-            logger.warning(
-                "server %s has not taken step %d, which all others have: server %s takes its slice",
-                *(late, step.version, slot.server),
-            )
+            slot.server = keeping[0] if keeping else others[i % len(others)].server
+            slot.held, slot.keeper, slot.raised, slot.slow = -1, None, -1, 0
             self._start_from(slot, copy)
         self._do(Remove(late))
         self._placement.release(late)

@@ -144,6 +144,7 @@ class Step:
     """A step on its way through the servers. Lists go by slot.
 
     former: of slots that had taken it and may have to take it again, what they had answered.
+    overtaken: whether servers take it in place of another one.
     """
 
     version: int
@@ -159,6 +160,7 @@ class Step:
     totals: Sums | None = None
     done: dict[int, Sequence[float]] = field(default_factory=dict)  # seconds of each result
     former: dict[int, tuple[Sums | None, Sequence[float]]] = field(default_factory=dict)
+    overtaken: bool = False
     stalled: set[int] = field(default_factory=set)  # slots that miss a result
     nodes: list[NodeSum] | None = None  # if results are added up by node
 

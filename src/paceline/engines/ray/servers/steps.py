@@ -29,7 +29,6 @@ from paceline.engines.ray.servers.events import (
 )
 from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.history import History
-from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.pieces import pieces_of
 from paceline.engines.ray.servers.slices import (
     Copy,
@@ -61,10 +60,8 @@ class Steps:
     copies: of the slices, each with its server.
     """
 
-    def __init__(
-        self, settings: Settings, fleet: Fleet, do: Do, links: Links, copies: Copies
-    ) -> None:
-        self._settings, self._fleet, self._do, self._links = settings, fleet, do, links
+    def __init__(self, settings: Settings, fleet: Fleet, do: Do, copies: Copies) -> None:
+        self._settings, self._fleet, self._do = settings, fleet, do
         self.spans = [copy.spans[0] for _, copy in copies]
         self.slots = [
             Slot(index, copy.spans[0], server, copy) for index, (server, copy) in enumerate(copies)
@@ -192,7 +189,7 @@ class Steps:
         return values, state
 
     def taken(self, event: StepTaken) -> None:
-        """Note that a server has taken a step; report the step if it is the last one."""
+        """Note that a server has taken a step."""
         step, slot = event.call.step, event.call.slot
         step.sums[slot.index] = event.sums
         step.done[slot.index] = step.arrivals(slot.index, event.seconds)
@@ -205,23 +202,27 @@ class Steps:
         step.model.missing.discard(slot.index)
         step.former.pop(slot.index, None)
         self.copy_state(slot, event.has_arrays)
-        self._report_if_taken(step)
 
     def taken_before(self, step: Step, slot: Slot) -> None:
         """Note that a slice has a step which it need not take again."""
         sums, step.done[slot.index] = step.former.pop(slot.index)
         if sums is not None:
             step.sums[slot.index] = sums
-        self._report_if_taken(step)
 
-    def _report_if_taken(self, step: Step) -> None:
-        if len(step.done) == len(self.slots) and not step.model.taken:
-            step.model.taken, step.took = True, self._fleet.now - step.began
-            self._links.watch(step, self.slots, self.node)
-            for node in step.nodes or ():
-                node.sums.clear()  # a server that repeats this step uses the results
-            totals = step.totals or self._totals(step)
-            self._do(Report(step.stats | statistics(totals, self._settings.wants)))
+    def to_report(self) -> Step | None:
+        """Return the newest step if all servers have taken it, and it is not reported."""
+        step = self.history.log[-1] if self.history.log else None
+        if step is None or step.model.taken or len(step.done) < len(self.slots):
+            return None
+        return step
+
+    def report(self, step: Step) -> None:
+        """Report a step that all servers have taken."""
+        step.model.taken, step.took = True, self._fleet.now - step.began
+        for node in step.nodes or ():
+            node.sums.clear()  # a server that repeats this step uses the results
+        totals = step.totals or self._totals(step)
+        self._do(Report(step.stats | statistics(totals, self._settings.wants)))
 
     def left(self, step: Step) -> list[Slot]:
         """Return the slices whose servers are not done with a step, or with its first phase."""

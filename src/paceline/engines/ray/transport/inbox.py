@@ -43,6 +43,10 @@ class Inbox:
         """Fill a future when the object comes; link: the connection to its holder."""
         self._futures[key] = future, link
 
+    def expects(self, key: int) -> bool:
+        """Return whether a fetch waits for an object."""
+        return key in self._futures
+
     def take(self, key: int, thing: Thing, pushed: bool = False) -> None:
         """Pass an object to the fetch that waits for it.
 

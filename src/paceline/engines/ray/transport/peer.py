@@ -313,6 +313,9 @@ class Peer:
             link.take_back(header["not"])
         elif "failed" in header:
             self._not_pushed({header["failed"]})
+        elif "missed" in header:
+            if self._inbox.expects(header["missed"]):
+                link.send(note(get=header["missed"], again=True))
         elif "address" in header:
             host, port = header["address"]
             self._strangers.discard(link)
@@ -386,12 +389,15 @@ class Peer:
             del relayed[min(relayed)]
 
     def _not_pushed(self, keys: Collection[int]) -> None:
-        """Send objects to those who ask for them, since they did not arrive otherwise."""
+        """Tell those who asked for objects that these may not arrive otherwise.
+
+        Most of them have arrived. So they are sent only to those who ask once more.
+        """
         for pushed in (*self._pushed.values(), *self._via.values()):
             pushed.difference_update(keys)
         for key in keys:
-            for link in self._asked.pop(key, ()):
-                self._send(link, key)
+            for link in self._asked.pop(key, ()) if key in self._held else ():
+                link.send(note(missed=key))
 
     def _release(self, keys: Collection[int]) -> None:
         for key in keys:

@@ -8,6 +8,7 @@ from paceline.core.errors import ServersLost
 from paceline.engines.ray.servers.events import (
     Add,
     Apply,
+    AskAnew,
     AskHeld,
     CameUp,
     CopyLost,
@@ -575,14 +576,45 @@ def test_one_slow_step_leaves_no_server_out() -> None:
         finish(run, slow)
 
 
-def test_a_step_that_a_slow_link_made_seconds_longer_is_enough() -> None:
+def with_a_severe_link(*workers: str) -> tuple[Script, list[Asked]]:
+    """Take a step whose transfers to and from node C take seconds; return the last calls, too."""
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    run.step(*workers)
+    for server, node in THREE.items():
+        nodes = [WORKERS_OF_THREE[each] for each in workers]
+        seconds = [2.5 if "C" in (node, other) and node != other else 0.1 for other in nodes]
+        calls = run.taken(server, seconds)
+    return run, calls
+
+
+def test_a_server_behind_a_link_slow_by_seconds_gives_its_slice_away_before_the_report() -> None:
+    run, calls = with_a_severe_link("w0", "w1", "w2")
+    assert [call[:2] for call in calls[1:]] == [
+        (ReadHeld, "w1"),
+        (SetUp, "s0"),
+        (Remove, "s2"),
+        (AskAnew,),
+    ]
+    assert run.started("s0") == [(TakeStep, "s0", 1), (Ship,)]
+    # It waited for the step to be taken once, which is no fault of its own link.
+    reported = run.taken("s0", [2.6, 2.5, 2.5])
+    assert [call[0] for call in reported] == [Trust, Report, Ship]
+    calls = run.step("w0", "w1")
+    assert [call[:3] for call in calls[:2]] == [(SetUp, "s0", 1), (SetUp, "s1", 1)]
+    assert not any(call[0] is Remove for call in calls)
+
+
+def test_without_the_values_elsewhere_it_is_left_out_before_the_next_step() -> None:
     run = Script(THREE, WORKERS_OF_THREE)
     run.all_started()
     run.step(*WORKERS_OF_THREE)
+    del run.worker_of["w0"], run.worker_of["w1"]
     for server, node in THREE.items():
         seconds = [2.5 if "C" in (node, other) and node != other else 0.1 for other in "ABC"]
-        run.taken(server, seconds)
-    assert (Remove, "s2") in run.step(*WORKERS_OF_THREE)
+        calls = run.taken(server, seconds)
+    assert [call[0] for call in calls] == [Trust, Report, Ship]
+    assert (Remove, "s2") in run.step("w2")
 
 
 def test_an_answer_of_the_cut_before_is_not_used() -> None:

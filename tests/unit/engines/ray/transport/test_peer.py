@@ -15,7 +15,7 @@ from paceline.engines.ray.transport.inbox import Lost
 from paceline.engines.ray.transport.incoming import GivenUp, Incoming
 from paceline.engines.ray.transport.link import Link
 from paceline.engines.ray.transport.messages import PREFIX, encode, note
-from paceline.engines.ray.transport.peer import Peer
+from paceline.engines.ray.transport.peer import PING, Peer
 from paceline.engines.ray.transport.refs import Held
 
 SECRET, HOST, SECONDS = b"s" * 32, "127.0.0.1", 20.0
@@ -457,6 +457,30 @@ def test_an_object_pushed_in_parts_arrives_as_one(peers: Callable[[], Peer]) -> 
         assert isinstance(again, np.ndarray) and np.array_equal(again, whole)
     finally:
         close_peer()
+
+
+def test_if_the_way_is_lost_what_has_arrived_is_not_sent_again() -> None:
+    worker, end = Peer(HOST, SECRET), Peer(HOST, SECRET)
+    try:
+        sent = []
+        received = end._received
+        end._received = lambda *told: (sent.append(told[1]), received(*told))  # type: ignore[method-assign, assignment, func-returns-value]
+        found = end.fetch(worker.address, 1)
+        until(lambda: 1 in worker._asked)
+        worker.hold({1: vector()}, {1: end.address})
+        assert isinstance(found.result(SECONDS), np.ndarray)
+        worker._do(lambda: worker._not_pushed({1}))  # as if the way was lost
+        until(lambda: any("missed" in header for header in sent))
+        assert end.fetch(worker.address, PING).result(SECONDS) is None  # after all before
+        assert [header["key"] for header in sent if "key" in header] == [1, PING]
+        waits = end.fetch(worker.address, 2)
+        until(lambda: 2 in worker._asked)
+        worker._do(lambda: worker._held.update({2: (vector(), encode(2, vector(), 0))}))
+        worker._do(lambda: worker._not_pushed({2}))
+        assert isinstance(waits.result(SECONDS), np.ndarray)  # this one had not arrived
+    finally:
+        for peer in (worker, end):
+            peer.close()
 
 
 def test_if_the_way_of_the_first_parts_is_lost_the_object_is_sent_whole() -> None:
