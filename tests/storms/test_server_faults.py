@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -18,8 +19,10 @@ import ray
 
 import paceline as pl
 from paceline.codecs.base import Codec
+from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute, Recovery
+from paceline.engines.ray.servers.slices import Slot, Step
 from tests.storms.cases import Case
 from tests.storms.planted import SERVER_BUGS, found, planted
 from tests.storms.processes import Reference, ServerProcess, WorkerProcess
@@ -163,8 +166,9 @@ def test_a_stopped_server_costs_seconds_and_no_timeout(totals: bool, chunks: int
     assert slots == {4: 4 * chunks, 12: 3 * chunks}
 
 
+@pytest.mark.parametrize("because", ["late", "slow link"])
 def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    because: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Counter[bool]()
     overtake = Recovery.overtake
@@ -174,17 +178,29 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
         taken[done] += 1
         return done
 
+    def often(self: Links, step: Step, slots: Sequence[Slot], node: Any) -> str | None:
+        rng = random.Random(step.version)
+        return rng.choice(slots).server if rng.random() < 0.3 else None
+
     monkeypatch.setattr(Recovery, "overtake", counted)
-    monkeypatch.setattr("paceline.engines.ray.servers.late._SECONDS", 0.3)
-    monkeypatch.setattr("paceline.engines.ray.servers.late._FACTOR", 1.5)
-    for seed in range(8):
+    if because == "late":
+        monkeypatch.setattr("paceline.engines.ray.servers.late._SECONDS", 0.3)
+        monkeypatch.setattr("paceline.engines.ray.servers.late._FACTOR", 1.5)
+    else:
+        monkeypatch.setattr(Links, "watch", often)
+    # Besides the first ones, seeds at which slices of several chunks were once lost or forgotten.
+    for seed in (*range(8), *{"late": (50055,), "slow link": (50000, 50086, 2063)}[because]):
         policy = (pl.sync(), pl.k_sync(3), pl.k_async(2), pl.coded(1))[seed % 4]
         needs, staleness = ((1, 0.0), (3, 0.0), (1, inf), (4, 0.0))[seed % 4]
         down = pl.codecs.BFloat16() if seed % 3 == 0 and seed % 4 != 3 else None
         learner = replace(LONGER, totals=seed % 5 == 0)
-        more: dict[str, Any] = {"down": down, "learner": learner}
-        case = Case("servers", policy, 5, needs, staleness, servers=4, nodes=3, **more)
-        play(seed, tmp_path / str(seed), case)
+        servers = 4 if seed < 8 else 3 + seed % 2
+        more: dict[str, Any] = {"down": down, "learner": learner, "servers": servers}
+        play(
+            seed,
+            tmp_path / str(seed),
+            Case("servers", policy, 5, needs, staleness, nodes=3, **more),
+        )
     assert taken[True] > 10
 
 

@@ -352,9 +352,10 @@ class NotUp:
 
 @dataclass(frozen=True)
 class ServerRaised:
-    """The code of a server raised an exception."""
+    """The code of a server raised an exception at work on a slice."""
 
     server: str
+    slot: Slot
     why: str
     error: Exception
 

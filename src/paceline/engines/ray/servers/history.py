@@ -52,6 +52,8 @@ class History:
         """
         while self.log and self.log[0].model.whole:
             number = self.log[0].version
+            if any(slot.newest.version < number for slot in slots):
+                break  # a server is about to take this step again
             safe = all(is_safe(slot, number) for slot in slots)
             if several and not safe and len(self.log) <= limit:
                 break

@@ -200,12 +200,11 @@ class Recovery:
 
     def raised(self, event: ServerRaised) -> None:
         """Replace a server that raised an exception, by one on another node if there is one."""
-        slots = self._steps.slots_of(event.server)
-        if any(slot.raised == slot.newest.version for slot in slots):
+        slot = event.slot
+        if slot.raised == slot.newest.version:
             self.failure = event.error
             raise event.error  # in a second process, at the same step: with its own traceback
-        for slot in slots:
-            slot.raised = slot.newest.version
+        slot.raised = slot.newest.version
         self._placement.avoid(event.server)
         self.lose(event.server, event.why)
 

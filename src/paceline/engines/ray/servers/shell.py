@@ -342,4 +342,4 @@ def _raised(call: ServerCall, error: ray.exceptions.RayTaskError) -> Event:
             return CopyLost(call, error)
         case TakeStep() | Reduce() if isinstance(cause, Unusable):
             return ResultsUnusable(call, cause.lost, cause.late, cause.bad)
-    return ServerRaised(call.server, reason_of(error), error)
+    return ServerRaised(call.server, call.slot, reason_of(error), error)

@@ -210,11 +210,14 @@ class Steps:
             step.sums[slot.index] = sums
 
     def to_report(self) -> Step | None:
-        """Return the newest step if all servers have taken it, and it is not reported."""
+        """Return the newest step if all servers have taken it, and it is not reported.
+
+        A server that starts from a copy that has the step is still about to publish its slice.
+        """
         step = self.history.log[-1] if self.history.log else None
-        if step is None or step.model.taken or len(step.done) < len(self.slots):
+        if step is None or step.model.taken or not step.model.known:
             return None
-        return step
+        return step if len(step.done) == len(self.slots) else None
 
     def report(self, step: Step) -> None:
         """Report a step that all servers have taken."""

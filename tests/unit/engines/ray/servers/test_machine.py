@@ -178,13 +178,13 @@ def test_states_that_a_lost_server_kept_are_kept_by_another() -> None:
 def test_an_exception_replaces_a_server_and_the_same_one_again_reaches_the_user() -> None:
     run, error = script(), ZeroDivisionError("an optimizer's own fault")
     run.step("w0")
-    assert run.told(ServerRaised("s1", "it raised", error)) == [
+    assert run.told(ServerRaised("s1", run.machine.steps.slots[1], "it raised", error)) == [
         (Replace, "s1"),
         (SetUp, "s1", 0, (2, 6)),
     ]
     run.started("s1", "A")
     with pytest.raises(ZeroDivisionError):
-        run.told(ServerRaised("s1", "it raised", error))
+        run.told(ServerRaised("s1", run.machine.steps.slots[1], "it raised", error))
     assert run.machine.recovery.failure is error
 
 
@@ -192,7 +192,9 @@ def test_an_exception_at_a_later_step_counts_anew() -> None:
     run = script()
     for _ in range(2):
         run.step("w0")
-        run.told(ServerRaised("s1", "it raised", OSError("no such file")))
+        run.told(
+            ServerRaised("s1", run.machine.steps.slots[1], "it raised", OSError("no such file"))
+        )
         run.started("s1", "B")
         run.taken("s0")
         assert run.taken("s1")[-2:] == [REPORTED, (Ship,)]
