@@ -5,7 +5,8 @@ Four hosts on this machine (network namespaces), links of 100 Mbit/s, 20 ms roun
 link. Arms:
 
 - built: `engines/ray/transport` as it is. Linux paces the connections, at no particular rate;
-- unpaced: without that;
+- unbounded: without the bound of what is on its way;
+- unpaced: without pacing;
 - in turn: to one host after the other, and each host begins with the next one after itself. So a
   link has one sender and one receiver at a time, if all hosts keep pace;
 - known rate: each connection is limited to a third of the rate of the link, which the others do not
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,29 @@ from _report import OtherLoad, finish, machine, parser, quantile, table
 from paceline.engines.ray.transport import link as links
 from paceline.engines.ray.transport.link import Address, Link
 from paceline.engines.ray.transport.peer import Peer
+from paceline.engines.ray.transport.window import Connection, Window
 from paceline.testing.hosts import Hosts, missing
 
 HOSTS, RATE, DELAY, QUEUE = 4, 100e6, 0.005, 1 << 20
-ARMS = ["built", "unpaced", "in turn", "known rate", "measured rate"]
+ARMS = ["built", "unbounded", "unpaced", "in turn", "known rate", "measured rate"]
 BOUND = 1.6  # of the time of the bytes alone, as built
 PATIENCE = 0.05  # seconds without progress after which a connection does not hold up others
 WINDOW, KEPT, GAIN = 0.1, 50, 1.05  # of measured rates: seconds, samples, room to grow
 ACKNOWLEDGED = slice(120, 128)  # of Linux's tcp_info
 PACING_RATE = 47  # SO_MAX_PACING_RATE
+
+
+class NoBound(Window):
+    def room(self, connection: Connection, active: int) -> float:
+        return inf
+
+
+class Unbounded(Peer):
+    """Sends what TCP takes, without a bound of what is on its way."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        super().__init__(host, secret)
+        self._turns._window = NoBound()
 
 
 class InTurn(Peer):
@@ -53,7 +69,9 @@ class InTurn(Peer):
     def _schedule(self) -> float:
         now = time.monotonic()
         waiting = [link for link in self._all if link.wants_to_send]
-        large = sorted((link for link in waiting if self._turn(link) >= 0), key=self._rotated)
+        large = sorted(
+            (link for link in waiting if not self._turns.is_near(link)), key=self._rotated
+        )
         quick = [link for link in large if now - link.moved < PATIENCE]
         for link in waiting:
             due = link not in quick or link is quick[0]
@@ -86,7 +104,7 @@ class MeasuredRate(Peer):
 
     def _schedule(self) -> float:
         pause = super()._schedule()
-        sending = [link for link in self._all if link.opened and self._turn(link) >= 0]
+        sending = [x for x in self._all if x.opened and not self._turns.is_near(x)]
         sending = [link for link in sending if link.wants_to_send]
         now, (at, acknowledged) = time.monotonic(), self._before
         if sending and now - at >= WINDOW:
@@ -114,6 +132,7 @@ def serve(ip: str, rank: int, arm: str, megabytes: float) -> None:
     if arm == "unpaced":
         links._MAX_PACING_RATE = -1  # the system refuses it
     kinds = {"in turn": InTurn, "known rate": KnownRate, "measured rate": MeasuredRate}
+    kinds["unbounded"] = Unbounded
     peer = kinds.get(arm, Peer)(ip, b"of this benchmark alone, 32 byte")
     say(address=peer.address)
     everyone: list[Address] = [(host, port) for host, port in json.loads(sys.stdin.readline())]

@@ -4,7 +4,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]  # docstrings.py, pictures.py, and this checkout's package
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parent / "src"),
+]  # docstrings.py, pictures.py, and this checkout's package
 
 project = "Paceline"
 copyright = "Paceline's developers"

@@ -23,7 +23,9 @@ DARK = "--blink-settings=preferredColorScheme=0"
 def ran() -> pl.Run:
     """Make the run of docs/report.md."""
     delays = [pl.delays.ShiftedExponential(seconds, 0.03) for seconds in SPEEDS]
-    engine = pl.Simulator(8, delays, schedule=[(4.0, pl.protocol.Left("w2")), (9.0, pl.protocol.Joined("w2"))])
+    engine = pl.Simulator(
+        8, delays, schedule=[(4.0, pl.protocol.Left("w2")), (9.0, pl.protocol.Joined("w2"))]
+    )
     learner = pl.learners.Quadratic((1.0, 0.3) * 20, noise=2.0, lr=0.1, batch_size=256)
     return pl.Trainer(learner, pl.k_sync(6), engine, prices=PRICES, progress=False).fit(steps=120)
 

@@ -78,7 +78,7 @@ class Turns(pl.Callback):
         job = self._engine._open
         assert job is not None and isinstance(job.reducer, ShardedReducer)
         machine = job.reducer.machine
-        return [machine.steps.node(slot) for slot in machine.steps.slots]
+        return [machine.steps.slots.node(slot) for slot in machine.steps.slots]
 
     def _is_obeyed(self) -> bool:
         pool = self._engine._pool

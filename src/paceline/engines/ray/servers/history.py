@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 from paceline.engines.ray.servers.slices import Slot, Step, Version
 
@@ -39,7 +39,7 @@ class History:
 
     def forget(
         self,
-        slots: Sequence[Slot],
+        slots: Collection[Slot],
         several: bool,
         is_safe: Callable[[Slot, int], bool],
         limit: int,

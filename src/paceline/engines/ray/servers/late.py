@@ -41,7 +41,7 @@ class Late:
                 self._watch(keeper, step, step.took)
 
     def _watch(self, server: str, step: Step, usual: float) -> None:
-        if len({self._steps.node(each) for each in self._steps.slots}) >= _NODES:
+        if len(self._steps.slots.nodes) >= _NODES:
             seconds = max((_FACTOR - 1) * usual, _SECONDS)
             self._do(Watch(server, step.version, self._starts(), seconds))
 
@@ -58,13 +58,13 @@ class Late:
         steps = self._steps
         if not self._is_same(call):
             return False
-        step, mine = steps.history.log[-1], steps.slots_of(call.server)
+        step, mine = steps.history.log[-1], steps.slots.of(call.server)
         left = steps.left(step)
         return (
             bool(left)
             and all(slot.server == call.server and slot.sent == call.version for slot in left)
             and len(mine) == self._chunks  # with those of another server it is slower
-            and not {slot.index for slot in mine} & {*step.stalled, *steps.starting}
+            and not {slot.index for slot in mine} & {*step.stalled, *steps.slots.starting}
         )
 
     def has_copy(self, call: Watch) -> bool:

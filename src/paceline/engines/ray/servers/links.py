@@ -70,7 +70,7 @@ def slow_nodes(
     return slow
 
 
-def _length(slots: Sequence[Slot]) -> int:
+def _length(slots: Collection[Slot]) -> int:
     return max(sum(slot.span[1] - slot.span[0] for slot in slots), 1)
 
 
@@ -80,7 +80,7 @@ class Links:
     def __init__(self) -> None:
         self.left_out: dict[str, LeftOut] = {}
 
-    def watch(self, step: Step, slots: Sequence[Slot], node: Callable[[Slot], str]) -> str | None:
+    def watch(self, step: Step, slots: Collection[Slot], node: Callable[[Slot], str]) -> str | None:
         """Count for each server the steps in a row in which its node's link was slow.
 
         Return a server whose link made this step seconds longer, if there is one.
@@ -107,7 +107,7 @@ class Links:
                 slot.slow = slot.slow + count if is_slow else 0
         return next((slot.server for slot in slots if severe.get(node(slot))), None)
 
-    def slow(self, slots: Sequence[Slot]) -> Slot | None:
+    def slow(self, slots: Collection[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long."""
         return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
 

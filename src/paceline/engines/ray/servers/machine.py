@@ -43,7 +43,8 @@ from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.recovery import Recovery
 from paceline.engines.ray.servers.routes import Routes
 from paceline.engines.ray.servers.slices import Result, Results, Slot
-from paceline.engines.ray.servers.steps import Copies, Do, Steps
+from paceline.engines.ray.servers.slots import Copies
+from paceline.engines.ray.servers.steps import Do, Steps
 
 if TYPE_CHECKING:  # which needs ray
     from paceline.engines.ray.worker import Token
@@ -94,7 +95,7 @@ class Machine:
             return False
         del self.results.expected[token.task]
         for slot in self.steps.slots:  # until its next task, this worker holds that model
-            if self.steps.node(slot) != result.node:
+            if self.steps.slots.node(slot) != result.node:
                 slot.held = max(slot.held, result.model.number)
         if token.task in self.results.again:
             self.recovery.computed_again(self.results.again.pop(token.task), result)
@@ -154,7 +155,7 @@ class Machine:
             case SliceNotWritten():
                 self.files.not_written(event)
             case _:
-                if self.steps.has(event.call.slot):  # an answer may be of the cut before
+                if event.call.slot in self.steps.slots:  # an answer may be of the cut before
                     self._handle_for_slot(event)
 
     def _handle_for_slot(self, event: SlotEvent) -> None:
@@ -191,7 +192,7 @@ class Machine:
             self._do(Ship())
         else:
             self.late.watch_step()
-        if self.steps.has(event.call.slot):  # the model may have been cut anew
+        if event.call.slot in self.steps.slots:  # the model may have been cut anew
             self.steps.feed(event.call.slot)
 
     def _report(self) -> None:
@@ -203,7 +204,7 @@ class Machine:
         if (step := self.steps.to_report()) is None:
             return
         if not step.overtaken:  # what servers fetched again took longer
-            slow = self.links.watch(step, self.steps.slots, self.steps.node)
+            slow = self.links.watch(step, self.steps.slots, self.steps.slots.node)
             if slow is not None and self._take_over(slow, "its link is slow"):
                 return
         self.steps.report(step)
@@ -250,9 +251,9 @@ class Machine:
         elif (slow := self.links.slow(self.steps.slots)) is not None:
             self._leave_out(slow)
         elif self.moves.ready:
-            self._cut([*self.steps.servers, self.moves.ready.pop(0)])
-        elif not self.steps.is_even:
-            self._cut(self.steps.servers)
+            self._cut([*self.steps.slots.servers, self.moves.ready.pop(0)])
+        elif not self.steps.slots.is_even:
+            self._cut(self.steps.slots.servers)
         self.steps.begin()
         size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)
         if (probe := self.links.probe(self._fleet, size)) is not None:
@@ -265,7 +266,7 @@ class Machine:
         self.moves.leave(nodes)
         for server in self.links.forget(nodes, self._fleet):
             self.moves.left(server)
-        if self.steps.history.last.whole and not self.steps.starting:
+        if self.steps.history.last.whole and not self.steps.slots.starting:
             self.files.advance()  # before the slots change
             if leaving := self.moves.leaving(self.steps.slots):
                 self._move(leaving)
@@ -273,7 +274,7 @@ class Machine:
     def _move(self, leaving: list[Slot]) -> None:
         """Cut the model anew among the servers that stay, or start the servers elsewhere."""
         servers = list(dict.fromkeys(slot.server for slot in leaving))
-        stay = [server for server in self.steps.servers if server not in servers]
+        stay = [server for server in self.steps.slots.servers if server not in servers]
         if not stay:
             for server in servers:
                 self.recovery.lose(server, "its node will be taken away")
@@ -311,8 +312,8 @@ class Machine:
             slow.server,
             self.steps.history.last.number,
         )
-        self.links.leave_out(slow.server, self.steps.node(slow), self._fleet.now)
-        self._cut([server for server in self.steps.servers if server != slow.server])
+        self.links.leave_out(slow.server, self.steps.slots.node(slow), self._fleet.now)
+        self._cut([server for server in self.steps.slots.servers if server != slow.server])
         self._do(Remove(slow.server))
         self._placement.release(slow.server)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from paceline.engines.ray.servers.fleet import Fleet
 from paceline.engines.ray.servers.placement import Placement
@@ -28,7 +28,7 @@ class Moves:
         """Note which nodes will be taken away."""
         self._placement.leaving = frozenset(nodes)
 
-    def leaving(self, slots: Sequence[Slot]) -> list[Slot]:
+    def leaving(self, slots: Collection[Slot]) -> list[Slot]:
         """Return the slices on nodes that will be taken away, if there is another node."""
         alive = {*self._fleet.alive()}
         if not alive - self._placement.leaving:
@@ -39,7 +39,7 @@ class Moves:
         """Note that a server has given up its slice."""
         self._away.append(server)
 
-    def returning(self, slots: Sequence[Slot], without: Collection[str]) -> str | None:
+    def returning(self, slots: Collection[Slot], without: Collection[str]) -> str | None:
         """Return a server to start, if a node with workers has none.
 
         without: nodes that get no server, since their link is slow.

@@ -98,7 +98,7 @@ class Recovery:
     def set_up(self, slot: Slot) -> None:
         """Have a slot's server start from its copy, and then take all steps since."""
         copy = slot.newest
-        self._steps.starting.add(slot.index)
+        self._steps.slots.starting.add(slot.index)
         slot.sent, slot.starts = copy.version, slot.starts + 1
         for step in self._steps.history.log:
             if step.version > copy.version:
@@ -110,14 +110,14 @@ class Recovery:
                     step.former[slot.index] = sums, step.done.pop(slot.index)
         made = Object(), Object()
         self._do(
-            SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.cut_number)
+            SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.slots.number)
         )
 
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
         call, steps = event.call, self._steps
         slot = call.slot
-        steps.starting.discard(slot.index)
+        steps.slots.starting.discard(slot.index)
         copy = steps.copy_of(slot, call.version, call.values, call.state)
         slot.newest = replace(copy, other=call.copy.other)
         steps.copy_state(slot, event.has_arrays)
@@ -133,8 +133,8 @@ class Recovery:
     def lose(self, server: str, why: str) -> None:
         """Replace a lost server, and recover its slice."""
         logger.warning("server %s is lost: %s", server, why)
-        steps, slots = self._steps, self._steps.slots_of(server)
-        steps.starting.update(slot.index for slot in slots)
+        steps, slots = self._steps, self._steps.slots.of(server)
+        steps.slots.starting.update(slot.index for slot in slots)
         if not self._fleet.joined(server):
             self._placement.avoid(server)
         steps.keep_elsewhere(server)  # states that it kept are gone; the originals are not
@@ -159,13 +159,15 @@ class Recovery:
         also those of which it has taken the step: its process ends.
         """
         steps, step = self._steps, self._steps.history.log[-1]
-        slots = steps.slots_of(late)
+        slots = steps.slots.of(late)
         holders = {slot.index: self._holders(slot, step, late) for slot in slots}
-        others = [each for each in steps.slots if steps.node(each) != steps.node(slots[0])]
+        others = [
+            each for each in steps.slots if steps.slots.node(each) != steps.slots.node(slots[0])
+        ]
         if not others or any(self._newest(slot, holders[slot.index]) is None for slot in slots):
             return False
         step.overtaken = True
-        steps.starting.update(holders)
+        steps.slots.starting.update(holders)
         steps.keep_elsewhere(late)
         logger.warning(
             "server %s is late with step %d (%s): others take it in its place",
@@ -191,7 +193,7 @@ class Recovery:
         if the state has them. Versions are left out whose state a late server keeps."""
         holders = dict.fromkeys(slot.states, "")
         if not self._rounded:
-            away = self._steps.node(slot), ""
+            away = self._steps.slots.node(slot), ""
             results = [each for each in step.results if each.node not in away]
             there = [each for each in results if self._fleet.has_worker(each.token)]
             holders = {each.model.number: each.token.worker for each in there}
@@ -238,7 +240,8 @@ class Recovery:
         alive = self._fleet.alive()
         for slot in self._steps.slots:
             node = slot.newest.node
-            if slot.index not in self._steps.starting and node is not None and node not in alive:
+            is_up = slot.index not in self._steps.slots.starting
+            if is_up and node is not None and node not in alive:
                 self.recover(slot)
         for version in self._versions():  # a slice may have stayed where its server has left
             found = [i for i, node in version.nodes.items() if node and node not in alive]
@@ -265,7 +268,7 @@ class Recovery:
 
     def _rescue(self, slot: Slot) -> None:
         """Search the nodes that are left for the newest version of a slice."""
-        self._steps.starting.add(slot.index)
+        self._steps.slots.starting.add(slot.index)
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
         if self._rounded:

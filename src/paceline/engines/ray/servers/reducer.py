@@ -22,7 +22,7 @@ from paceline.engines.ray.servers.recovery import ATTEMPTS
 from paceline.engines.ray.servers.server import joined, parted
 from paceline.engines.ray.servers.shell import Callbacks, Shell
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Version
-from paceline.engines.ray.servers.steps import Copies
+from paceline.engines.ray.servers.slots import Copies
 from paceline.engines.ray.servers.writer import writer_into
 from paceline.engines.ray.worker import Answer, Token, pack
 from paceline.learners.base import Saved, Server, Span
@@ -73,7 +73,7 @@ class ShardedReducer:
         """Return when all servers are up on nodes that reach all workers."""
         if len(self._workers.nodes()) <= _FEW_NODES:
             self.machine.routes.check()
-        while self.machine.steps.starting or self._transfers.running:
+        while self.machine.steps.slots.starting or self._transfers.running:
             self._calls.wait(self._cluster.clock() + self._processes.start_timeout)
 
     def unreachable(self) -> str | None:
@@ -94,8 +94,8 @@ class ShardedReducer:
     ) -> Any:
         assert member.place is not None
         steps = self.machine.steps
-        spans = steps.spans
-        hold = steps.several and self._model_codec is None
+        spans = steps.slots.spans
+        hold = len(steps.slots.nodes) > 1 and self._model_codec is None
         others = member.refunds, model.spans, spans, hold, self._timeout / 2
         slices = [each for each in model.slices if each is not None]
         refs = [each.ref if again else each.nearest for each in slices]
@@ -209,7 +209,7 @@ class ShardedReducer:
             except ray.exceptions.GetTimeoutError as error:
                 raise self.machine.recovery.fail(
                     f"the slice of server {slot.server} did not arrive from "
-                    f"{self._cluster.address(steps.node(slot))} at the driver within "
+                    f"{self._cluster.address(steps.slots.node(slot))} at the driver within "
                     f"{self._timeout:g} s; check the link between them, or use a longer "
                     "Ray(timeout=…)"
                 ) from error

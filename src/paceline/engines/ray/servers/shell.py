@@ -65,7 +65,7 @@ from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.processes import Processes, RayFleet
 from paceline.engines.ray.servers.server import Unusable
 from paceline.engines.ray.servers.slices import Kept, Pieces, Version
-from paceline.engines.ray.servers.steps import Copies
+from paceline.engines.ray.servers.slots import Copies
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server

@@ -6,7 +6,6 @@ each server. A version of the model is whole, and reported, when every server ha
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -40,18 +39,16 @@ from paceline.engines.ray.servers.slices import (
     Step,
     Version,
 )
+from paceline.engines.ray.servers.slots import Copies, Slots
 from paceline.engines.ray.servers.sums import by_node
 from paceline.learners.base import Sums, add_up, statistics
 
-_cuts = itertools.count()  # of all jobs: server processes may outlive one
 LAG = 3
 """Versions by which the copy of a slice may be behind, if the exact values are a part of it. A step
 of 4 hosts then sends at most a twelfth of the exact model more; without a lag it is a quarter."""
 
 Do: TypeAlias = Callable[[Call], None]
 """Makes a call at once; the fleet shows its changes from then on."""
-Copies: TypeAlias = Sequence[tuple[str, Copy]]
-"""Copies of all slices, in their order, each with the server that is to start from it."""
 
 
 class Steps:
@@ -62,17 +59,12 @@ class Steps:
 
     def __init__(self, settings: Settings, fleet: Fleet, do: Do, copies: Copies) -> None:
         self._settings, self._fleet, self._do = settings, fleet, do
-        self.spans = [copy.spans[0] for _, copy in copies]
-        self.slots = [
-            Slot(index, copy.spans[0], server, copy) for index, (server, copy) in enumerate(copies)
-        ]
-        self.starting: set[int] = set()  # slots whose server is not up
+        self.slots = Slots(settings, fleet, copies)
         self.waiting: deque[Step] = deque()  # steps not yet sent to servers
         self._cut_anew: dict[int, Object] = {}  # slices of the version at the last cut
-        self.cut_number = next(_cuts)  # the number of the present cut
         version = self.slots[0].newest.version
         unknown: list[Object | None] = [None] * len(copies)  # until the servers are up
-        self.model = Version(version, self.spans, unknown, taken=True)
+        self.model = Version(version, self.slots.spans, unknown, taken=True)
         self.history = History(self.model)
 
     # --- the order of steps ----------------------------------------------------------------------
@@ -112,7 +104,7 @@ class Steps:
         """Send the next step to the servers."""
         step = self.waiting.popleft()
         count = len(self.slots)
-        step.model.spans, step.states = self.spans, [None] * count
+        step.model.spans, step.states = self.slots.spans, [None] * count
         step.model.slices = [None] * count
         step.began = self._fleet.now
         self.history.log.append(step)
@@ -120,22 +112,16 @@ class Steps:
             isinstance(each, tuple) for each in step.weights
         ):
             self._sum_on_nodes(step)
-        for slot in self._last_chunk_first():
+        for slot in self.slots.last_chunk_first():
             self.feed(slot)
-
-    def _last_chunk_first(self) -> list[Slot]:
-        """Return the slices in the order in which their results come: a backward pass ends with the
-        first layers. A server takes the steps of its slices in this order."""
-        width = len(self.slots) // self._settings.chunks
-        return sorted(self.slots, key=lambda slot: (-(slot.index // width), slot.index))
 
     def _sum_on_nodes(self, step: Step) -> None:
         """Have servers add up the results of their nodes for the servers on other nodes."""
         step.nodes = by_node(step.results)
-        servers = {self.node(slot): slot.server for slot in self.slots}
+        servers = {self.slots.node(slot): slot.server for slot in self.slots}
         for node in step.nodes:
-            alike = all(step.results[index].spans == self.spans for index in node.members)
-            others = [slot.index for slot in self.slots if self.node(slot) != node.node]
+            alike = all(step.results[index].spans == self.slots.spans for index in node.members)
+            others = [slot.index for slot in self.slots if self.slots.node(slot) != node.node]
             worth = len(node.members) > 1 and not self._settings.direct  # or slices are pushed
             if worth and alike and others and node.node in servers:
                 node.sums = {index: Object() for index in others}
@@ -151,7 +137,7 @@ class Steps:
     def feed(self, slot: Slot) -> None:
         """Send a server the step that it has to take next, one at a time."""
         version = slot.newest.version + 1
-        if slot.index in self.starting or slot.sent >= version:
+        if slot.index in self.slots.starting or slot.sent >= version:
             return
         for step in self.history.log:
             if step.version == version and slot.index not in step.stalled:
@@ -173,7 +159,7 @@ class Steps:
             self._apply(step, slot, step.totals)
         elif len(step.sums) == len(self.slots):
             step.totals = self._totals(step)
-            for each in self._last_chunk_first():
+            for each in self.slots.last_chunk_first():
                 self._apply(step, each, step.totals)
             self._do(Ship())
 
@@ -185,7 +171,7 @@ class Steps:
         """Name the values and the state that a server is about to make."""
         values, state = Object(), Object()
         step.model.slices[slot.index], step.states[slot.index] = values, state
-        step.model.nodes[slot.index] = self.node(slot)
+        step.model.nodes[slot.index] = self.slots.node(slot)
         return values, state
 
     def taken(self, event: StepTaken) -> None:
@@ -241,7 +227,7 @@ class Steps:
     def copy_of(self, slot: Slot, version: int, values: Object, state: Object) -> Copy:
         """Return the copy from which a server can start a slice again."""
         parts = [state] if self._settings.rounded else [values, state]
-        return Copy(version, [slot.span], parts, self.node(slot))
+        return Copy(version, [slot.span], parts, self.slots.node(slot))
 
     def copy_state(self, slot: Slot, has_arrays: bool, late: str | None = None) -> None:
         """Have a server on another node keep the state as of the newest step.
@@ -288,15 +274,15 @@ class Steps:
         """Return the next server on another node, without one that is late."""
         for shift in range(1, len(self.slots)):
             other = self.slots[(slot.index + shift) % len(self.slots)]
-            usable = other.index not in self.starting and other.server != late
-            if usable and self.node(other) != self.node(slot):
+            usable = other.index not in self.slots.starting and other.server != late
+            if usable and self.slots.node(other) != self.slots.node(slot):
                 return other.server
         return None
 
     def forget(self) -> None:
         """Drop the steps that no server has to take again."""
         limit = self._fleet.workers + LAG + 2
-        self.history.forget(self.slots, self.several, self._is_safe, limit)
+        self.history.forget(self.slots, len(self.slots.nodes) > 1, self._is_safe, limit)
 
     def _is_safe(self, slot: Slot, number: int) -> bool:
         """Return whether a slice of a version, or of a later one, is on a second node."""
@@ -304,71 +290,34 @@ class Steps:
             return any(version >= number for version in slot.states)
         return slot.held >= number and number in slot.states
 
-    # --- slots -----------------------------------------------------------------------------------
-
-    @property
-    def several(self) -> bool:
-        """Whether servers are on several nodes, of which one can be lost."""
-        return len({self.node(slot) for slot in self.slots}) > 1
-
-    def node(self, slot: Slot) -> str:
-        return self._fleet.node(slot.server)
-
-    def slots_of(self, server: str) -> list[Slot]:
-        return [slot for slot in self.slots if slot.server == server]
-
-    @property
-    def servers(self) -> list[str]:
-        """The servers that have slices, each once."""
-        return list(dict.fromkeys(slot.server for slot in self.slots))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every server has one slice of each chunk."""
-        return len(self.slots) == self._settings.chunks * len(self.servers) and all(
-            len(self.slots_of(server)) == self._settings.chunks for server in self.servers
-        )
-
-    def has(self, slot: Slot) -> bool:
-        """Return whether a slot is one of the present cut."""
-        return slot.index < len(self.slots) and self.slots[slot.index] is slot
+    # --- cuts  -----------------------------------------------------------------------------------
 
     def published_again(self, version: Version, slot: Slot, values: Object) -> None:
         """Note where a slice of a version is now; a version of another cut needs all of them."""
-        if version.spans == self.spans:
+        if version.spans == self.slots.spans:
             version.slices[slot.index] = values
-            version.nodes[slot.index] = self.node(slot)
+            version.nodes[slot.index] = self.slots.node(slot)
             version.missing.discard(slot.index)
             return
         self._cut_anew[slot.index] = values
         if len(self._cut_anew) == len(self.slots):
             version.slices = [self._cut_anew[each.index] for each in self.slots]
-            version.nodes = {each.index: self.node(each) for each in self.slots}
-            version.missing &= self.starting
-            version.spans, version.gone = self.spans, False
+            version.nodes = {each.index: self.slots.node(each) for each in self.slots}
+            version.missing &= self.slots.starting
+            version.spans, version.gone = self.slots.spans, False
 
     def makes_again(self, version: Version, index: int) -> bool:
         """Return whether the server of a slice has this version, or will take the step to it."""
         others = [slot for slot in self.slots if slot.index not in self._cut_anew]
-        if version is self.history.base and version.spans != self.spans and others:
+        if version is self.history.base and version.spans != self.slots.spans and others:
             return all(slot.newest.version <= version.number for slot in others)
-        same = version in self.history.versions() and version.spans == self.spans
+        same = version in self.history.versions() and version.spans == self.slots.spans
         return same and version.number >= self.slots[index].newest.version
 
     def cut(self, servers: Sequence[str]) -> None:
         """Cut the model anew among servers. Only between two steps."""
-        olds, chunks = self.slots, self._settings.chunks
-        self.cut_number = next(_cuts)
-        self.spans = self._settings.layout.spans(len(servers), chunks)
-        self.slots = []
-        pairs = zip([*servers] * chunks, self.spans, strict=True)
-        for index, (server, span) in enumerate(pairs):
-            meet = [s for s in olds if s.span[0] < span[1] and span[0] < s.span[1]]
-            parts = [part for slot in meet for part in slot.newest.parts]
-            copy = Copy(olds[0].newest.version, [slot.span for slot in meet], parts)
-            self.slots.append(Slot(index, span, server, copy))
+        self.slots.cut(servers)
         self.history.clear()
-        self.starting.clear()
         self._cut_anew.clear()
 
 

@@ -10,8 +10,8 @@ that comes first needs them first. A worker pushes through the server of its own
 one, so that results and models leave a host in that order. A connection that makes no progress
 delays no other, and neither does one that is slow by itself.
 
-Objects that are held together can wait until somebody asks for one of them. Then all of them are
-pushed: those who need the others will ask soon, too.
+Objects that are held together can wait until another process asks for one of them. Then all of
+them are pushed: the others will be asked for soon, too.
 
 One thread does all sending and receiving. It shares nothing with other threads but a queue of
 actions and the futures that it fills.
@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,8 @@ from paceline.core.logs import logger_of
 from paceline.engines.ray.transport.inbox import Inbox, fail
 from paceline.engines.ray.transport.link import Address, Link, Refused
 from paceline.engines.ray.transport.messages import Message, Part, Thing, encode, note
-from paceline.engines.ray.transport.window import Window
+from paceline.engines.ray.transport.pushes import Pushes
+from paceline.engines.ray.transport.turns import Turns
 from paceline.learners.base import Array, Span
 
 logger = logger_of(__name__)
@@ -47,12 +47,7 @@ logger = logger_of(__name__)
 PING = -1
 """The key of an object that every end point has, for others to see whether they reach it."""
 _GREETING_SECONDS = 10.0  # for a connection to be made, and for both ends to prove themselves
-_STALLED = 0.1  # seconds without progress after which a connection no longer holds up others
-# Of a connection that has enough on its way: bytes of room until it sends again, and the seconds
-# until that is looked at.
-_WORTH, _FULL = 2**14, 0.002
 _PAUSE, _NOTES, _MANY = 0.003, 2**10, 2**16  # seconds, and bytes at a time: see Peer._serve_all
-_RELAYED = 256  # objects passed on to one process that are remembered
 _STRANGERS = 64  # connections at a time that have not proved themselves
 _CONNECTING = {0, 115, 36}  # connect() in progress: Linux and macOS
 
@@ -73,20 +68,16 @@ class Peer:
         self._waiting: dict[int, dict[int, Address]] = {}  # by key, what is pushed when it is asked
         self._inbox = Inbox()
         self._links: dict[Address, Link] = {}
-        self._pushed: dict[Address, set[int]] = {}  # keys of objects that are on their way
-        self._via: dict[Address, set[int]] = {}  # of these, by the process that passes them on
-        self._relayed: dict[Address, dict[int, Link]] = {}  # passed on here, and who sent them
+        self._pushes, self._turns = Pushes(), Turns(host)
         self._all: set[Link] = set()  # connections, each once
         self._strangers: set[Link] = set()  # those of unknown processes
         self._selector = selectors.DefaultSelector()
-        self._window = Window()
-        self._rooms: dict[Link, float] = {}  # bytes that a connection may send now
         self._todo: deque[Callable[[], None]] = deque()
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
+        self._selector.register(self._wake, selectors.EVENT_READ, partial(_drain, self._wake))
         self._closed = False
         threading.Thread(target=self._run, name="paceline transport", daemon=True).start()
 
@@ -202,7 +193,7 @@ class Peer:
             if events & selectors.EVENT_READ:
                 moved += link.read()
             if events & selectors.EVENT_WRITE:
-                moved += link.write(self._rooms.get(link, inf))
+                moved += link.write(self._turns.room(link))
         except (OSError, Refused, ValueError, KeyError, TypeError) as error:
             self._lose(link, str(error))
         else:
@@ -212,36 +203,10 @@ class Peer:
 
     def _schedule(self) -> float:
         """Let the connections send that are due; return the seconds until others may be."""
-        now, waiting = time.monotonic(), False
-        turns = {link: self._turn(link) for link in self._all if link.wants_to_send}
-        self._rooms.clear()
-        full = False
-        far = [link for link, turn in turns.items() if link.opened and not self._is_near(link)]
-        self._window.measure(far)
-        moving = [turn for link, turn in turns.items() if self._holds_up_others(link, now)]
-        first = min((turn for turn in moving if turn >= 0), default=None)
-        for link, turn in turns.items():
-            due = first is None or turn <= first or now - link.moved >= _STALLED
-            if not due:
-                waiting, link.moved = True, now  # it is held up by others, and not by itself
-            elif link in far:
-                room = self._rooms[link] = self._window.room(link, len(far))
-                if room < _WORTH:
-                    due, full = False, True
-            self._watch(link, due)
-        if full:
-            return _FULL
-        return _STALLED / 2 if waiting else 1.0
-
-    def _holds_up_others(self, link: Link, now: float) -> bool:
-        return now - link.moved < _STALLED and link not in self._window.slow
-
-    def _turn(self, link: Link) -> int:
-        """Return the order of what a connection sends; within a host, nobody has to wait."""
-        return -1 if self._is_near(link) else link.order
-
-    def _is_near(self, link: Link) -> bool:
-        return link.address is not None and link.address[0] == self.address[0]
+        due, seconds = self._turns.take([link for link in self._all if link.wants_to_send])
+        for link, is_due in due.items():
+            self._watch(link, is_due)
+        return seconds
 
     def _watch(self, link: Link, write: bool) -> None:
         """Ask the system about room to send only while there is something to send."""
@@ -258,11 +223,6 @@ class Peer:
             self._strangers = {each for each in self._strangers if not each.opened}
             if len(self._strangers) > _STRANGERS:
                 self._lose(min(self._strangers, key=lambda each: each.since), "too many others")
-
-    def _drain(self) -> None:
-        with suppress(BlockingIOError):
-            while self._wake.recv(4096):
-                pass
 
     def _link(self, address: Address) -> Link:
         """Return the connection to an address; open one if there is none."""
@@ -290,9 +250,9 @@ class Peer:
         self._strangers.discard(link)
         if link.address is not None and self._links.get(link.address) is link:
             del self._links[link.address]
-            self._not_pushed(self._pushed.pop(link.address, set()))
-            self._not_pushed(self._via.pop(link.address, set()))
-            for key, origin in self._relayed.pop(link.address, {}).items():
+            pushed, relayed = self._pushes.lose(link.address)
+            self._not_pushed(pushed)
+            for key, origin in relayed.items():
                 if origin in self._all:
                     origin.send(note(failed=key))
         for links in self._asked.values():
@@ -331,8 +291,7 @@ class Peer:
             for each in group:
                 del self._waiting[each]
             self._push_held(group, {})
-        on_its_way = link.address is not None and key in self._pushed.get(link.address, ())
-        if key in self._held and (again or not on_its_way):
+        if key in self._held and (again or not self._pushes.has(key, link.address)):
             link.send(self._held[key][1])
         else:
             self._asked.setdefault(key, set()).add(link)
@@ -361,7 +320,7 @@ class Peer:
                 thing, message = self._held[key]
                 order = message.order
                 messages = [encode(key, thing, order, address)]
-                if key in missing and key in self._pushed.get(address, ()):  # its parts are there
+                if key in missing and self._pushes.has(key, address):  # its parts are there
                     assert isinstance(thing, np.ndarray)
                     messages = [
                         encode(key, thing[start:stop], order, address, (start, thing.size))
@@ -371,9 +330,7 @@ class Peer:
 
     def _push(self, key: int, to: Address, via: Address, messages: Iterable[Message]) -> None:
         """Send an object, or a part, to an address, through another process unless that is it."""
-        self._pushed.setdefault(to, set()).add(key)
-        if via != to:
-            self._via.setdefault(via, set()).add(key)
+        self._pushes.add(key, to, via)
         for message in messages:
             self._link(via).send(message)
 
@@ -383,18 +340,14 @@ class Peer:
         key = header["key"]
         message = encode(key, thing, header["order"], (host, port), header.get("part"))
         self._link((host, port)).send(message)
-        relayed = self._relayed.setdefault((host, port), {})
-        relayed[key] = origin
-        if len(relayed) > _RELAYED:
-            del relayed[min(relayed)]
+        self._pushes.relay(key, (host, port), origin)
 
     def _not_pushed(self, keys: Collection[int]) -> None:
         """Tell those who asked for objects that these may not arrive otherwise.
 
         Most of them have arrived. So they are sent only to those who ask once more.
         """
-        for pushed in (*self._pushed.values(), *self._via.values()):
-            pushed.difference_update(keys)
+        self._pushes.drop(keys)
         for key in keys:
             for link in self._asked.pop(key, ()) if key in self._held else ():
                 link.send(note(missed=key))
@@ -405,11 +358,9 @@ class Peer:
             self._asked.pop(key, None)
             self._waiting.pop(key, {}).pop(key, None)
         self._inbox.release(keys)
-        for pushed in (*self._pushed.values(), *self._via.values()):
-            for key in pushed.intersection(keys):
-                for link in self._all:
-                    link.take_back(key)
-            pushed.difference_update(keys)
+        for key in self._pushes.drop(keys):
+            for link in self._all:
+                link.take_back(key)
 
     def _fetch(self, address: Address, key: int, future: Future[Thing]) -> None:
         if self._inbox.collect(key, future):
@@ -439,3 +390,9 @@ class Peer:
         for each in (self._listener, self._wake, self._waker):
             each.close()
         self._selector.close()
+
+
+def _drain(wake: socket.socket) -> None:
+    with suppress(BlockingIOError):
+        while wake.recv(4096):
+            pass

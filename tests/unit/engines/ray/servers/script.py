@@ -180,7 +180,7 @@ class Script:
     def answered(self, task: Task, loss: float = 1.0) -> list[Asked]:
         """Have a worker compute a task on the newest model, or compute it again."""
         begin, machine = len(self.calls), self.machine
-        token, spans, node = token_of(task), machine.steps.spans, self.worker_of[task.worker]
+        token, spans, node = token_of(task), machine.steps.slots.spans, self.worker_of[task.worker]
         slices = [f"{task.id}:{start}" for start, _ in spans]
         machine.expect(Result(token, task, machine.steps.model, spans, slices, node))
         machine.accept(token, task.samples, {"loss": loss})

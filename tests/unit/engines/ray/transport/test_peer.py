@@ -142,7 +142,9 @@ def test_what_is_released_is_dropped_by_holder_and_receiver(peers: Callable[[], 
         peer.release([1])
     until(
         lambda: (
-            not asker._inbox._arrived and 1 not in holder._held and not any(holder._pushed.values())
+            not asker._inbox._arrived
+            and 1 not in holder._held
+            and not any(holder._pushes._to.values())
         )
     )
 
@@ -168,7 +170,7 @@ def test_a_lost_connection_is_opened_again(peers: Callable[[], Peer]) -> None:
     asker.release([1])
     link = holder._links[asker.address]
     link.sock.shutdown(socket.SHUT_RDWR)
-    until(lambda: not holder._links and not holder._pushed)
+    until(lambda: not holder._links and not holder._pushes._to)
     assert isinstance(asker.fetch(holder.address, 1).result(SECONDS), np.ndarray)
 
 
@@ -489,7 +491,7 @@ def test_if_the_way_of_the_first_parts_is_lost_the_object_is_sent_whole() -> Non
         worker.push(1, vector(10), (0, 30), 4, end.address, relay.address)
         until(lambda: 1 in end._inbox._parts)
         relay.close()
-        until(lambda: not any(worker._pushed.values()))
+        until(lambda: not any(worker._pushes._to.values()))
         worker.hold({1: vector(30)}, {1: end.address}, {1: 4}, {1: [(10, 30)]})
         got = end.fetch(worker.address, 1).result(SECONDS)
         assert isinstance(got, np.ndarray) and np.array_equal(got, vector(30))
