@@ -186,6 +186,7 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
     if because == "late":
         monkeypatch.setattr("paceline.engines.ray.servers.late._SECONDS", 0.3)
         monkeypatch.setattr("paceline.engines.ray.servers.late._FACTOR", 1.5)
+        monkeypatch.setattr("paceline.engines.ray.servers.late._FIRST_SECONDS", 0.3)
     else:
         monkeypatch.setattr(Links, "watch", often)
     # Besides the first ones, seeds at which slices of several chunks were once lost or forgotten.

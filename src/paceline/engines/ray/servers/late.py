@@ -10,6 +10,7 @@ from paceline.engines.ray.servers.steps import Do, Steps
 # A server is late if a step takes it three times as long as all others, and two seconds longer.
 # It then costs about as much to have another server take the step.
 _FACTOR, _SECONDS = 3.0, 2.0
+_FIRST_SECONDS = 20.0  # in the first step of a slice: the process may still load its modules
 _NODES = 3  # with servers, at least: of two, either may be the unusual one
 
 
@@ -42,7 +43,8 @@ class Late:
 
     def _watch(self, server: str, step: Step, usual: float) -> None:
         if len(self._steps.slots.nodes) >= _NODES:
-            seconds = max((_FACTOR - 1) * usual, _SECONDS)
+            first = any(slot.since + 1 >= step.version for slot in self._steps.slots.of(server))
+            seconds = max((_FACTOR - 1) * usual, _FIRST_SECONDS if first else _SECONDS)
             self._do(Watch(server, step.version, self._starts(), seconds))
 
     def _starts(self) -> int:

@@ -99,7 +99,8 @@ class Recovery:
         """Have a slot's server start from its copy, and then take all steps since."""
         copy = slot.newest
         self._steps.slots.starting.add(slot.index)
-        slot.sent, slot.starts = copy.version, slot.starts + 1
+        slot.sent = slot.since = copy.version
+        slot.starts += 1
         for step in self._steps.history.log:
             if step.version > copy.version:
                 step.stalled.discard(slot.index)

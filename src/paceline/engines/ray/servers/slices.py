@@ -116,6 +116,7 @@ class Slot:
     newest: Copy  # as the server left it
     sent: int = -1  # the newest step that was sent to the server
     starts: int = 0  # times that a server started the slice
+    since: int = -1  # the version that its server started from
     held: int = -1  # the newest version that a worker on another node has
     states: dict[int, Object | Kept] = field(default_factory=dict)  # by version
     copied: int = -1  # the newest version whose state is elsewhere, if that was possible

@@ -71,7 +71,7 @@ TAKEN_OVER = [
 def test_the_server_of_another_node_takes_the_step() -> None:
     run = late()
     call = run.calls[-1]
-    assert asked(call) == (Watch, "s2", 1) and isinstance(call, Watch) and call.seconds == 2.0
+    assert asked(call) == (Watch, "s2", 1) and isinstance(call, Watch) and call.seconds == 20.0
     assert run.watched() == TAKEN_OVER
     assert run.last(SetUp, "s0").cut == run.last(SetUp, "s1").cut  # it keeps its own slice
     assert run.started("s0") == [(TakeStep, "s0", 1), (Ship,)]
@@ -104,15 +104,20 @@ def test_a_server_that_answers_in_time_keeps_its_slice() -> None:
     assert run.watched() == []  # this is the next step
 
 
-def test_slower_steps_are_watched_longer() -> None:
+@pytest.mark.parametrize(("took", "seconds"), [(0.5, 2.0), (4.0, 8.0), (15.0, 30.0)])
+def test_slower_steps_are_watched_longer_and_first_steps_too(took: float, seconds: float) -> None:
+    """The process of a server that has just started still loads its modules."""
     run = Script(SERVERS, WORKERS)
     run.all_started()
-    run.step("w0")
-    run.now += 4.0
-    run.taken("s0")
-    run.taken("s2")
-    call = run.calls[-1]
-    assert isinstance(call, Watch) and call.server == "s1" and call.seconds == 8.0
+    for first in (True, False):
+        run.step("w0")
+        run.now += took
+        run.taken("s0")
+        run.taken("s2")
+        call = run.calls[-1]
+        assert isinstance(call, Watch) and call.server == "s1"
+        assert call.seconds == (max(seconds, 20.0) if first else seconds)
+        run.taken("s1")
 
 
 @pytest.mark.parametrize("nodes", ["AB", "ABA", "ABAB"])
@@ -151,7 +156,7 @@ def test_a_server_that_has_started_again_is_watched_anew() -> None:
     run.now += 1.5
     run.started("s2", "C")
     assert run.told(MayBeLate(before)) == []  # it has just begun
-    assert run.watched() == TAKEN_OVER and watches(run)[-1].seconds == 4.0
+    assert run.watched() == TAKEN_OVER and watches(run)[-1].seconds == 20.0
 
 
 def test_a_server_is_watched_anew_once_a_lost_result_is_there() -> None:
