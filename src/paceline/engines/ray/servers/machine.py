@@ -243,6 +243,7 @@ class Machine:
     def _advance(self) -> None:
         """Send the next step to the servers, if they are done with the one before."""
         self.files.advance()  # the next step replaces what it refers to
+        self.steps.copy_needed()
         if not self.steps.is_due():
             self.late.watch_copy()
             return

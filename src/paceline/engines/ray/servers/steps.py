@@ -85,8 +85,18 @@ class Steps:
         """Return whether servers are done with the step before, and enough is copied."""
         if not self.waiting or not self.history.last.whole:
             return False
-        needed = self.needed_copy()
-        return all(slot.copied >= needed for slot in self.slots)
+        return all(slot.copied >= self._wanted for slot in self.slots)
+
+    def copy_needed(self) -> None:
+        """Have the states copied that the next step waits for, and that are not on their way."""
+        for slot in self.slots:
+            if slot.copied < self._wanted and slot.index not in self.slots.starting:
+                self.copy_state(slot, True)
+
+    @property
+    def _wanted(self) -> int:
+        waits = self.waiting and self.history.last.whole
+        return self.needed_copy() if waits else -1
 
     def needed_copy(self) -> int:
         """Return the version that must be on a second node before the next step.
@@ -232,7 +242,8 @@ class Steps:
     def copy_state(self, slot: Slot, has_arrays: bool, late: str | None = None) -> None:
         """Have a server on another node keep the state as of the newest step.
 
-        If the state before is still on its way, this one follows when that has arrived.
+        If the state before is still on its way, this one follows when that has arrived. If the exact
+        values are a part of it, only one of `LAG` versions is copied, or what a step waits for.
         late: a server that keeps none.
         """
         version, state = slot.newest.version, slot.newest.parts[-1]
@@ -242,7 +253,8 @@ class Steps:
         if not has_arrays or keeper is None:
             slot.copied = version
             return
-        if slot.keeper is None:
+        enough = self._settings.rounded and version < max(slot.states, default=-LAG) + LAG
+        if slot.keeper is None and (not enough or late is not None or slot.copied < self._wanted):
             slot.keeper = keeper
             oldest = self.history.base.number
             self._do(KeepState(keeper, slot.index, version, oldest, slot, state))

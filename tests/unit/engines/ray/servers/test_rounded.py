@@ -10,19 +10,18 @@ from paceline.core.errors import ServersLost
 from paceline.engines.ray.servers.events import (
     GiveState,
     KeepState,
-    Report,
     ServerLost,
     SetUp,
     Ship,
+    StateKept,
     TakeStep,
-    Trust,
 )
 from paceline.engines.ray.servers.server import Server, Slice, joined, parted
 from paceline.engines.ray.servers.slices import Version
 from paceline.engines.ray.servers.steps import LAG
 from paceline.engines.ray.worker import Worker, pack
 from paceline.learners.base import Layout, Saved
-from tests.unit.engines.ray.servers.script import Asked, Script, task_of, token_of
+from tests.unit.engines.ray.servers.script import Asked, Script, asked, task_of, token_of
 from tests.unit.engines.ray.servers.test_server import Ref
 
 SERVERS = {"s0": "A", "s1": "B"}
@@ -59,19 +58,27 @@ def test_no_step_is_taken_before_the_first_copy() -> None:
     assert steps_of(run.kept(1)) == BOTH
 
 
-def test_a_copy_begins_when_the_one_before_is_done_and_is_then_of_the_newest_version() -> None:
+def test_one_of_a_few_versions_is_copied() -> None:
     run = script()
-    run.step("w0")
-    assert (KeepState, "s1", 0, 1, 0) in taken(run)
-    for version in (2, 3):
+    copied: dict[int, list[int]] = {0: [], 1: []}
+    for version in range(1, 2 * LAG + 2):
         assert steps_of(run.step("w0")) == BOTH
-        assert taken(run) == [
-            (Trust, "s0"),
-            (Trust, "s1"),
-            (Report, {"loss": 1.0}),
-            (Ship,),
-        ], version
-    assert run.kept(0) == [(KeepState, "s1", 0, 3, 0)]
+        for call in [each for each in taken(run) if each[0] is KeepState]:
+            copied[call[2]].append(version)
+            run.kept(call[2])
+    assert copied == {0: [1, 1 + LAG, 1 + 2 * LAG], 1: [LAG, 2 * LAG]}
+
+
+def test_a_copy_that_failed_is_made_at_the_next_version() -> None:
+    run = script()
+    for _ in range(LAG):
+        run.step("w0")
+        taken(run)
+    call = next(call for call in reversed(run.calls) if isinstance(call, KeepState))
+    assert call.slot.index == 1 and call.version == LAG
+    run.told(StateKept(call, None))
+    run.step("w0")
+    assert (KeepState, "s0", 1, LAG + 1) in [each[:4] for each in taken(run)]
 
 
 def test_a_step_waits_if_a_copy_is_too_far_behind() -> None:
@@ -94,11 +101,13 @@ def test_a_step_with_a_stale_result_waits_for_all_copies() -> None:
     run.machine.results.held[900].model = Version(0, [], [])
     begin = len(run.calls)
     run.machine.step({900: 1.0}, keep=False)
-    assert run.calls[begin:] == []
+    assert [asked(call)[:4] for call in run.calls[begin:]] == [  # they are made now
+        (KeepState, "s0", 1, 1)
+    ]
     run.kept(0)
     assert steps_of(run.kept(1)) == BOTH
     taken(run)
-    assert run.step("w0") == []  # not before the step with the stale result is copied
+    assert not steps_of(run.step("w0"))  # not before the step with the stale result is copied
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -114,17 +123,19 @@ def test_a_server_whose_process_is_lost_starts_from_its_state_alone() -> None:
 
 def test_a_slice_lost_with_its_node_comes_from_a_keeper_and_never_from_workers() -> None:
     run = script()
-    for _ in range(3):
+    for step in range(LAG + 2):
         run.step("w0", "w1")
         taken(run)
-    run.kept(1)  # of version 1; the next copy is on its way
+        if step == LAG - 1:
+            run.kept(0)
+            run.kept(1)
     run.lost.add("B")
     calls = run.told(ServerLost("s1", "its node died"))
-    assert calls[-2:] == [(GiveState, "s0", 1, 1), (SetUp, "s1", 1, (2, 6))]
+    assert calls[-2:] == [(GiveState, "s0", 1, LAG), (SetUp, "s1", LAG, (2, 6))]
     assert len(run.last(SetUp, "s1").copy.parts) == 1
     assert not run.machine.steps.model.whole
-    assert (TakeStep, "s1", 2) in run.started("s1", "A", has_arrays=True)
-    assert (TakeStep, "s1", 3) in run.taken("s1", has_arrays=True)
+    assert (TakeStep, "s1", LAG + 1) in run.started("s1", "A", has_arrays=True)
+    assert (TakeStep, "s1", LAG + 2) in run.taken("s1", has_arrays=True)
     assert (Ship,) in run.taken("s1", has_arrays=True)
     assert run.machine.steps.model.whole
 
