@@ -65,6 +65,7 @@ class _Order:
     model: Model
     attempts: int = 0  # failed ones to get the model
     moved: bool = False  # whether the next one fails because a slice has moved
+    avoid: str = ""  # a node whose workers do not get it if there are others
 
     def is_ready(self) -> bool:
         """Return whether the model's references exist; for a second attempt, the whole model."""
@@ -200,13 +201,15 @@ class RayJob:
         member.waiting.append(task.id)
         self._ship(member)
 
-    def redo(self, task: Task, model: Model) -> None:
+    def redo(self, task: Task, model: Model, avoid: str = "") -> None:
         """Recompute a task whose result was lost after it was reported.
 
         Any worker gives the same result, so the policy need not know. The next idle worker gets the
         task: a busy worker may itself wait for the step that needs the result.
+
+        avoid: a node whose workers do not get it, unless there are no others.
         """
-        self._orders[task.id] = _Order(task, model)
+        self._orders[task.id] = _Order(task, model, avoid=avoid)
         self._homeless.append(task.id)
         self.ship_all()
 
@@ -227,7 +230,8 @@ class RayJob:
         """Send an idle worker its next task, only one, so that a straggler gathers no queue."""
         if member.busy is not None or not member.joined:
             return
-        own, homeless = member.waiting, self._homeless
+        own = member.waiting
+        homeless = [id for id in self._homeless if self._may_have(member, self._orders[id])]
         # A draining worker takes such a task only while its own one waits, maybe for that result.
         tasks = [*own, *(homeless if own else ())] if member.draining else [*homeless, *own]
         if (id := next((id for id in tasks if self._orders[id].is_ready()), None)) is None:
@@ -245,6 +249,12 @@ class RayJob:
             partial(self._finished, member),
             partial(self._overdue, member, order, patience),
         )
+
+    def _may_have(self, member: Member, order: _Order) -> bool:
+        """Return whether a worker may get a task that is not its own."""
+        there = [each for each in self._pool.members.values() if each.joined and each.place]
+        nodes = {each.place.node for each in there if each.place is not None} - {order.avoid}
+        return not nodes or member.place is None or member.place.node != order.avoid
 
     def _overdue(self, member: Member, order: _Order, patience: float) -> bool:
         if not order.model.whole and not self._homeless:

@@ -238,10 +238,14 @@ class Ship:
 
 @dataclass(frozen=True)
 class Redo:
-    """Have any worker compute a task again, on its model."""
+    """Have any worker compute a task again, on its model.
+
+    avoid: a node whose workers are not to do it, if there are others.
+    """
 
     task: Task
     model: Version = field(compare=False, repr=False)
+    avoid: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

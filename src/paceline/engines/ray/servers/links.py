@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.engines.ray.servers.events import Probe, Way
 from paceline.engines.ray.servers.fleet import Fleet
-from paceline.engines.ray.servers.slices import LeftOut, Slot, Step
+from paceline.engines.ray.servers.slices import LeftOut, Result, Slot, Step
 
 # The link of a node is slow if every transfer from it and to it takes three times as long as the
 # median transfer between other nodes, and a quarter of a second longer.
@@ -111,10 +111,15 @@ class Links:
         """Return the first server whose link has been slow for too long."""
         return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
 
-    def leave_out(self, server: str, node: str, now: float) -> None:
+    def leave_out(self, server: str, node: str, now: float, since: int) -> None:
         known = self.left_out.get(server)
         interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
-        self.left_out[server] = LeftOut(node, now + interval, interval)
+        self.left_out[server] = LeftOut(node, since, now + interval, interval)
+
+    def is_on_its_way(self, result: Result) -> bool:
+        """Return whether a result left a node before the server there was left out."""
+        outs = self.left_out.values()
+        return any(result.node == o.node and result.model.number <= o.since for o in outs)
 
     def without_server(self, fleet: Fleet) -> list[str]:
         """Return the nodes whose servers are left out now."""

@@ -217,7 +217,7 @@ class Machine:
         if node in self._placement.leaving:
             self.moves.left(server)
         else:
-            self.links.leave_out(server, node, self._fleet.now)
+            self.links.leave_out(server, node, self._fleet.now, self.steps.history.last.number)
         return True
 
     def _replace_late(self, call: Watch) -> None:
@@ -255,12 +255,29 @@ class Machine:
             self._cut([*self.steps.slots.servers, self.moves.ready.pop(0)])
         elif not self.steps.slots.is_even:
             self._cut(self.steps.slots.servers)
-        self.steps.begin()
+        self._begin()
         size = self._settings.layout.size * self._settings.itemsize // len(self.steps.slots)
         if (probe := self.links.probe(self._fleet, size)) is not None:
             self._do(probe)
         self._bring_up()
         self._do(Ship())
+
+    def _begin(self) -> None:
+        """Send the next step to the servers, once results are recomputed that a slow link holds up.
+
+        Another worker needs less time for that.
+        """
+        step, again = self.steps.waiting[0], self.results.again
+        slow = [r for r in step.results if self.links.is_on_its_way(r) and not r.model.gone]
+        if not self._settings.direct:  # they may be under way as a sum of their node
+            slow = []
+        if slow:
+            step.stalled.update(slot.index for slot in self.steps.slots)
+        self.steps.begin()
+        for result in slow:
+            if result.task.id not in again:
+                again[result.task.id] = result
+                self.recovery.compute_again(result, avoid=result.node)
 
     def leave(self, nodes: Collection[str]) -> None:
         """Move the slices away from nodes that will be taken away, once no step is under way."""
@@ -313,7 +330,8 @@ class Machine:
             slow.server,
             self.steps.history.last.number,
         )
-        self.links.leave_out(slow.server, self.steps.slots.node(slow), self._fleet.now)
+        node, since = self.steps.slots.node(slow), self.steps.history.last.number
+        self.links.leave_out(slow.server, node, self._fleet.now, since)
         self._cut([server for server in self.steps.slots.servers if server != slow.server])
         self._do(Remove(slow.server))
         self._placement.release(slow.server)

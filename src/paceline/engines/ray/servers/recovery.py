@@ -373,8 +373,9 @@ class Recovery:
                 logger.warning("the result of task %d is computed again", result.task.id)
                 self.compute_again(result)
 
-    def compute_again(self, result: Result) -> None:
-        """Recompute a result on the same version of the model."""
+    def compute_again(self, result: Result, avoid: str = "") -> None:
+        """Recompute a result on the same version of the model, not on a node to avoid if there are
+        others."""
         if result.model.gone:
             raise self.fail(
                 f"the result of task {result.task.id} is lost, and so is version "
@@ -385,7 +386,7 @@ class Recovery:
         # task computes all of them or none.
         task, work = result.task, replace(result.task.work, budget=inf)
         samples = result.samples // work.steps if work.parts is None else task.samples
-        self._do(Redo(replace(task, work=work, samples=samples), result.model))
+        self._do(Redo(replace(task, work=work, samples=samples), result.model, avoid))
 
     def computed_again(self, old: Result, new: Result) -> None:
         """Put a new result in the place of a lost one, and send the steps that waited for it."""

@@ -85,14 +85,15 @@ class Callbacks:
     stepped: reports a step.
     changed: sends the tasks that wait for their model.
     asked_anew: has workers ask again for a version of the model that they wait for.
-    redo: has any worker compute a task again on its model.
+    redo: has any worker compute a task again on its model, on another node than a given one if
+        there is a choice.
     refused: rejects a result that a server refused, before it is computed again.
     """
 
     stepped: Stepped
     changed: Callable[[], None]
     asked_anew: Callable[[Version], None]
-    redo: Callable[[Task, Version], None]
+    redo: Callable[[Task, Version, str], None]
     refused: Callable[[Token, Task, str], None]
 
 
@@ -192,8 +193,8 @@ class Shell:
                 self._callbacks.changed()
             case AskAnew(model):
                 self._callbacks.asked_anew(model)
-            case Redo(task, model):
-                self._callbacks.redo(task, model)
+            case Redo(task, model, avoid):
+                self._callbacks.redo(task, model, avoid)
             case Refuse(token, task, why):
                 self._callbacks.refused(token, task, why)
 

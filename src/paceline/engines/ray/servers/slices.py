@@ -216,9 +216,14 @@ class Pieces:
 
 @dataclass(eq=False)
 class LeftOut:
-    """A server without a slice, because its node's link is slow."""
+    """A server without a slice, because its node's link is slow.
+
+    since: the newest version of the model then. Results on it, or on older ones, may still be on
+        their way from that node.
+    """
 
     node: str
+    since: int
     probe_at: float  # on the cluster's clock
     interval: float
     good: int = 0  # probes in a row

@@ -242,8 +242,8 @@ class Steps:
     def copy_state(self, slot: Slot, has_arrays: bool, late: str | None = None) -> None:
         """Have a server on another node keep the state as of the newest step.
 
-        If the state before is still on its way, this one follows when that has arrived. If the exact
-        values are a part of it, only one of `LAG` versions is copied, or what a step waits for.
+        If the state before is still on its way, this one follows when that has arrived. If the
+        exact values are a part of it, one of `LAG` versions is copied, or what a step waits for.
         late: a server that keeps none.
         """
         version, state = slot.newest.version, slot.newest.parts[-1]

@@ -3,8 +3,8 @@
 TCP sends until a queue on the way overflows. Several connections at once then lose packets, share
 the link unevenly, and delay all other messages of the host by what waits in the queue. The way
 itself holds its rate times its shortest round trip. Twice that is enough to keep it full, and is
-the bound of BBR (Cardwell et al., ACM Queue 14(5), 2016). The rate is the largest at which the other
-ends acknowledged bytes of this process lately.
+the bound of BBR (Cardwell et al., ACM Queue 14(5), 2016). The rate is the largest at which the
+other ends acknowledged bytes of this process lately.
 
 A connection is slow if it gets a quarter of what another connection of this process got lately, or
 less. Then the limit is on its own way, and others can use the rest of the link of this host.

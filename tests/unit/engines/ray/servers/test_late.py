@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.engines.ray.servers.events import (
@@ -34,13 +36,17 @@ REPORTED = (Report, {"loss": 1.0})
 
 
 def late(
-    *, has_arrays: bool = False, totals: bool = False, workers: tuple[str, ...] = ("w0", "w1")
+    *,
+    has_arrays: bool = False,
+    totals: bool = False,
+    workers: tuple[str, ...] = ("w0", "w1"),
+    direct: bool = False,
 ) -> Script:
     """Take a step along results of some workers, with which the server s2 is late.
 
     has_arrays: of the optimizer's state. Then it is the second step.
     """
-    run = Script(SERVERS, WORKERS, totals)
+    run = Script(SERVERS, WORKERS, totals, direct=direct)
     run.all_started(has_arrays)
     if has_arrays:
         run.kept(1)
@@ -94,6 +100,26 @@ def test_the_model_is_cut_anew_before_the_next_step_and_the_link_probed() -> Non
     ]
     assert run.last(SetUp, "s0").cut != run.last(SetUp, "s2").cut
     assert run.last(SetUp, "s1").copy.spans == [(2, 6), (6, 10)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_result_on_its_way_through_a_slow_link_is_computed_elsewhere(direct: bool) -> None:
+    run = late(direct=direct)
+    run.watched()
+    run.started("s0")
+    run.taken("s0")
+    calls = run.step("w0", "w2")  # w2 is on the node whose server is left out
+    redone = [call for call in run.calls if isinstance(call, Redo)]
+    assert [(redo.task.worker, redo.avoid) for redo in redone] == [("w2", "C")] * direct
+    calls = [*run.started("s0"), *run.started("s1")]
+    if direct:
+        assert (TakeStep, "s0", 2) not in calls and not run.machine.steps.model.known
+        calls = run.answered(replace(redone[0].task, worker="w1"))
+    assert (TakeStep, "s0", 2) in calls and (TakeStep, "s1", 2) in calls
+    run.taken("s0")
+    run.taken("s1")
+    run.step("w0", "w2")  # the next one left later
+    assert len([call for call in run.calls if isinstance(call, Redo)]) == direct
 
 
 def test_a_server_that_answers_in_time_keeps_its_slice() -> None:

@@ -553,7 +553,7 @@ def test_results_count_as_in_use_until_their_step_is_taken() -> None:
 @pytest.mark.parametrize("mine", [1.0, float("inf")])
 def test_a_link_that_is_still_slow_begins_to_count_anew(mine: float) -> None:
     links = Links()
-    links.leave_out("s2", "C", 0.0)
+    links.leave_out("s2", "C", 0.0, 0)
     links.left_out["s2"].good = 2
     ways = [("C", "A"), ("B", "A")]
     probe = Probe("left out", ways, 2**17, links.left_out["s2"], 0.25)
@@ -564,7 +564,7 @@ def test_a_link_that_is_still_slow_begins_to_count_anew(mine: float) -> None:
 def test_the_interval_between_probes_doubles_each_time_up_to_an_hour() -> None:
     links, intervals = Links(), []
     for _ in range(9):
-        links.leave_out("s2", "C", 100.0)
+        links.leave_out("s2", "C", 100.0, 0)
         intervals.append(links.left_out["s2"].interval)
     assert intervals[:3] == [30.0, 60.0, 120.0] and intervals[-1] == LONGEST_INTERVAL
     assert links.left_out["s2"].probe_at == 100.0 + LONGEST_INTERVAL
