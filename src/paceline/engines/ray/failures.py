@@ -69,9 +69,10 @@ class Raised:
     def in_task(self, task: Task, worker: WorkerId, node: str, nodes: int, alone: bool) -> bool:
         """Return whether the same samples raised elsewhere before.
 
-        nodes: the number of nodes; with several, another worker on the same node proves nothing.
+        nodes: the number of nodes now; with several, another worker on the same node proves nothing.
         alone: whether there is only one worker; then its next process counts as elsewhere.
         """
         before = self._samples.add(task, (worker, node))
-        here = node if nodes > 1 else worker
-        return bool(before) and (alone or any(here not in place for place in before))
+        there = [place for place in before if node not in place]
+        others = [place for place in before if worker not in place] if nodes == 1 else []
+        return bool(there or others or (before and alone))

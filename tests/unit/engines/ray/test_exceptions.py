@@ -11,9 +11,9 @@ import pytest
 import ray
 
 import paceline as pl
-from paceline.core.protocol import Joined, Task
+from paceline.core.protocol import Joined, Task, Work
 from paceline.data.partition.base import Partition
-from paceline.engines.ray.failures import reason_of
+from paceline.engines.ray.failures import Raised, reason_of
 from paceline.learners.arrays import ArrayReplica
 from paceline.learners.base import Array, Outcome, Proceed
 from tests.storms.processes import WorkerProcess
@@ -113,6 +113,25 @@ def test_with_one_worker_its_next_process_is_the_second() -> None:
     with pytest.raises(ValueError, match="of no use"):
         fit(failing(poisoned), engine(workers=1))
     assert tried == ["w0", "w0"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "nodes", "proven"),
+    [
+        (("w0", "A"), ("w1", "B"), 2, True),
+        (("w0", "A"), ("w1", "A"), 2, False),  # the node may be to blame
+        (("w0", "A"), ("w1", "A"), 1, True),
+        (("w0", "A"), ("w0", "A"), 1, False),
+        (("w0", "A"), ("w0", "B"), 2, True),
+        (("w0", "A"), ("w0", "B"), 1, True),  # the worker moved, and the first node is gone
+    ],
+)
+def test_a_second_node_is_proof_also_if_it_is_the_only_one_left(
+    before: tuple[str, str], now: tuple[str, str], nodes: int, proven: bool
+) -> None:
+    raised, task = Raised(), Task(0, "w0", Work(), 0, 0.0, 8, 0)
+    assert not raised.in_task(task, *before, nodes, alone=False)
+    assert raised.in_task(task, *now, nodes, alone=False) == proven
 
 
 def test_one_bad_node_does_not_end_a_run() -> None:
