@@ -69,7 +69,7 @@ class Raised:
     def in_task(self, task: Task, worker: WorkerId, node: str, nodes: int, alone: bool) -> bool:
         """Return whether the same samples raised elsewhere before.
 
-        nodes: the number of nodes now; with several, another worker on the same node proves nothing.
+        nodes: the number of nodes now; with several, another worker on one node proves nothing.
         alone: whether there is only one worker; then its next process counts as elsewhere.
         """
         before = self._samples.add(task, (worker, node))
