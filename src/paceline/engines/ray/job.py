@@ -65,6 +65,7 @@ class _Order:
     model: Model
     attempts: int = 0  # failed ones to get the model
     moved: bool = False  # whether the next one fails because a slice has moved
+    again: bool = False  # whether its result takes the place of one that was lost
     avoid: str = ""  # a node whose workers do not get it if there are others
 
     def is_ready(self) -> bool:
@@ -209,7 +210,7 @@ class RayJob:
 
         avoid: a node whose workers do not get it, unless there are no others.
         """
-        self._orders[task.id] = _Order(task, model, avoid=avoid)
+        self._orders[task.id] = _Order(task, model, again=True, avoid=avoid)
         self._homeless.append(task.id)
         self.ship_all()
 
@@ -252,8 +253,8 @@ class RayJob:
 
     def _may_have(self, member: Member, order: _Order) -> bool:
         """Return whether a worker may get a task that is not its own."""
-        there = [each for each in self._pool.members.values() if each.joined and each.place]
-        nodes = {each.place.node for each in there if each.place is not None} - {order.avoid}
+        stay = [each for each in self._pool.members.values() if each.joined and not each.draining]
+        nodes = {each.place.node for each in stay if each.place is not None} - {order.avoid}
         return not nodes or member.place is None or member.place.node != order.avoid
 
     def _overdue(self, member: Member, order: _Order, patience: float) -> bool:
@@ -355,6 +356,8 @@ class RayJob:
         if accepted:
             news = answer.seconds, answer.stats, self._calls.waited, answer.sent, member.model_bytes
             self._events.append(Finished(id, answer.samples or 0, *news, answer.skipped))
+        elif order is not None and order.again:
+            self._senders.pop(id, None)  # a step uses it
         else:
             self._refund(id)
         self._ship(member)
@@ -475,6 +478,7 @@ class RayJob:
     def _start_again(self, name: WorkerId) -> None:
         self._pool.start(name)
         self._set_up(name)
+        self.ship_all()  # what waits for a worker of another node may go to any now
 
     def _member(self, name: WorkerId) -> Member | None:
         """Return the current process of a worker, None if it is not connected."""

@@ -50,6 +50,7 @@ class Member:
     sent_at: float = 0.0  # when it got that task
     draining: bool = False  # whether it finishes its task and leaves
     proven: bool = False  # whether it has answered a task of this job
+    queued: int = 0  # calls that a server has not answered
     waiting: deque[TaskId] = field(default_factory=deque)
     model_version: int | None = None  # the version of the public copy of the model that it has
     model_bytes: int | None = None  # bytes of its last model, if it came encoded

@@ -99,8 +99,7 @@ class Recovery:
         """Have a slot's server start from its copy, and then take all steps since."""
         copy = slot.newest
         self._steps.slots.starting.add(slot.index)
-        slot.sent = slot.since = copy.version
-        slot.starts += 1
+        slot.sent, slot.since, slot.starts = copy.version, copy.version, slot.starts + 1
         for step in self._steps.history.log:
             if step.version > copy.version:
                 step.stalled.discard(slot.index)
@@ -121,6 +120,8 @@ class Recovery:
         steps.slots.starting.discard(slot.index)
         copy = steps.copy_of(slot, call.version, call.values, call.state)
         slot.newest = replace(copy, other=call.copy.other)
+        if self._rounded:  # its server may be on the node that kept the state
+            slot.copied = max(steps.elsewhere(slot), default=-1)
         steps.copy_state(slot, event.has_arrays)
         for version in steps.history.versions():
             if version.number == call.version:
@@ -204,10 +205,11 @@ class Recovery:
     def raised(self, event: ServerRaised) -> None:
         """Replace a server that raised an exception, by one on another node if there is one."""
         slot = event.slot
-        if slot.raised == slot.newest.version:
+        if slot.raised == slot.newest.version:  # in a second process, at the same step
             self.failure = event.error
-            raise event.error  # in a second process, at the same step: with its own traceback
-        slot.raised = slot.newest.version
+            raise event.error  # with its own traceback
+        for each in self._steps.slots.of(event.server):
+            each.raised = each.newest.version
         self._placement.avoid(event.server)
         self.lose(event.server, event.why)
 
@@ -225,10 +227,10 @@ class Recovery:
                 "between these hosts, or use Ray(servers='driver')"
             )
             raise self.failure
-        for slot in list(self._steps.slots):
-            if away := placement.cut_off(placement.nodes[slot.server]):
+        for server in self._steps.slots.servers:
+            if away := placement.cut_off(placement.nodes[server]):
                 names = ", ".join(map(self._fleet.address, away))
-                self.lose(slot.server, f"its node cannot fetch objects from {names}")
+                self.lose(server, f"its node cannot fetch objects from {names}")
 
     # --- slices ----------------------------------------------------------------------------------
 
@@ -374,8 +376,7 @@ class Recovery:
                 self.compute_again(result)
 
     def compute_again(self, result: Result, avoid: str = "") -> None:
-        """Recompute a result on the same version of the model, not on a node to avoid if there are
-        others."""
+        """Recompute a result on its version of the model; avoid a node if there are others."""
         if result.model.gone:
             raise self.fail(
                 f"the result of task {result.task.id} is lost, and so is version "
@@ -391,7 +392,7 @@ class Recovery:
     def computed_again(self, old: Result, new: Result) -> None:
         """Put a new result in the place of a lost one, and send the steps that waited for it."""
         old.spans, old.slices, old.node = new.spans, new.slices, new.node
-        old.token = new.token
+        old.token, old.pushed, old.answered = new.token, new.pushed, self._fleet.now
         for step in self._steps.history.log:
             if step.stalled and not any(r.task.id in self._results.again for r in step.results):
                 stalled, step.stalled = step.stalled, set()

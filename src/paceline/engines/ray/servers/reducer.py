@@ -125,8 +125,9 @@ class ShardedReducer:
 
     def accept(self, answer: Answer) -> bool:
         token = answer.token
+        again = token.task in self.machine.results.again
         accepted = self.machine.accept(token, answer.samples or 0, answer.stats)
-        if not accepted and answer.norm is not None:  # its vector came for nothing
+        if not accepted and not again and answer.norm is not None:  # its vector came for nothing
             self._use(token, False)
         return accepted
 

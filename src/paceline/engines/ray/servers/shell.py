@@ -237,6 +237,7 @@ class Shell:
         """Report the answer, unless the server is lost before."""
 
         def answered(future: Future[Any]) -> None:
+            member.queued -= 1
             if not self._pool.is_current(member):
                 return
             error = future.exception(timeout=0)
@@ -252,6 +253,8 @@ class Shell:
                 why = f"did not answer in {timeout:g} s"
                 self._handle(ServerLost(member.name, why))
 
+        timeout *= 1 + member.queued  # a server answers its calls one after the other
+        member.queued += 1
         self._calls.add(ref, timeout, answered, overdue)
 
     def _await_up(self, member: Member) -> None:

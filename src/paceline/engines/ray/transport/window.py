@@ -85,7 +85,8 @@ class Window:
         trip = connection.round_trip
         if trip < SHORT:
             return inf
-        if connection in self.slow:
-            return LEAST - connection.on_its_way
-        held = max(self._rates, default=0.0) * trip
-        return max(GAIN * held / active, LEAST) - connection.on_its_way
+        if connection in self.slow:  # its own way is the limit: as much as that one holds
+            share = self._each[connection][1]
+        else:
+            share = max(self._rates, default=0.0) / active
+        return max(GAIN * share * trip, LEAST) - connection.on_its_way

@@ -17,7 +17,7 @@ from paceline.engines.ray.servers.events import (
     TakeStep,
 )
 from paceline.engines.ray.servers.server import Server, Slice, joined, parted
-from paceline.engines.ray.servers.slices import Version
+from paceline.engines.ray.servers.slices import Kept, Version
 from paceline.engines.ray.servers.steps import LAG
 from paceline.engines.ray.worker import Worker, pack
 from paceline.learners.base import Layout, Saved
@@ -138,6 +138,27 @@ def test_a_slice_lost_with_its_node_comes_from_a_keeper_and_never_from_workers()
     assert (TakeStep, "s1", LAG + 2) in run.taken("s1", has_arrays=True)
     assert (Ship,) in run.taken("s1", has_arrays=True)
     assert run.machine.steps.model.whole
+
+
+def test_a_state_is_copied_at_once_if_its_keeper_is_on_the_node_of_its_server_now() -> None:
+    run = Script(SERVERS | {"s2": "C"}, WORKERS, rounded=True)
+    run.all_started(has_arrays=True)
+    for index in range(3):
+        if run.machine.steps.slots[index].keeper:
+            run.kept(index)
+    run.step("w0", "w1")
+    taken(run)
+    run.taken("s2", has_arrays=True)
+    for index in range(3):
+        if run.machine.steps.slots[index].keeper:
+            run.kept(index)
+    kept = next(iter(run.machine.steps.slots[1].states.values()))
+    assert isinstance(kept, Kept)
+    run.lost.add("B")
+    run.told(ServerLost("s1", "its node died"))
+    calls = run.started("s1", run.nodes[kept.server], has_arrays=True)
+    assert (KeepState, 1) in [(call[0], call[2]) for call in calls if call[0] is KeepState]
+    assert run.machine.steps.slots[1].copied == -1
 
 
 def test_a_slice_whose_keeper_is_lost_too_ends_the_run() -> None:

@@ -122,3 +122,17 @@ def test_a_connection_that_had_to_wait_is_not_slow() -> None:
     one.acknowledged += 10**7
     window.measure([one, other])  # the other one got nothing
     assert not window.slow
+
+
+def test_a_way_that_is_slow_at_first_is_not_held_back() -> None:
+    """A connection over a long way begins slowly. Its bound must let it become faster."""
+    clock = Clock()
+    window, near, far = Window(clock), Connection(round_trip=0.01), Connection(round_trip=0.08)
+    window.measure([near, far])
+    for _ in range(40):
+        room = window.room(far, 2)
+        clock.now += 0.125
+        near.acknowledged += round(50e6 * 0.125)
+        far.acknowledged += round(min(50e6, max(room / 0.08, 1e6)) * 0.125)
+        window.measure([near, far])
+    assert far not in window.slow and window.room(far, 2) >= 50e6 * 0.08
