@@ -14,7 +14,7 @@ SPREAD_BYTES = 2**20
 
 
 CHUNK_BYTES = 2**18
-"""The least length of a slice if each server has several of them; see docs/scale.md."""
+"""The least mean length of a slice if each server has several of them; see docs/design.md."""
 MOST_CHUNKS = 4
 
 

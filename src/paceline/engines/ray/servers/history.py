@@ -47,16 +47,18 @@ class History:
         """Drop the steps that no server has to take again.
 
         several: whether servers are on several nodes, so that one of them can be lost.
-        is_safe: whether a slice of a version, or of a later one, is on a second node.
+        is_safe: whether a slice of a version is on a second node.
         limit: the number of steps beyond which the oldest ones go in any case.
         """
-        while self.log and self.log[0].model.whole:
-            number = self.log[0].version
-            if any(slot.newest.version < number for slot in slots):
-                break  # a server is about to take this step again
-            safe = all(is_safe(slot, number) for slot in slots)
-            if several and not safe and len(self.log) <= limit:
+        oldest = min(slot.newest.version for slot in slots)  # a server may take the next one again
+        dropped = 0
+        for count, step in enumerate(self.log, 1):
+            if not step.model.whole or step.version > oldest:
                 break
+            safe = not several or all(is_safe(slot, step.version) for slot in slots)
+            if safe or len(self.log) - count >= limit:
+                dropped = count
+        for _ in range(dropped):
             self.base = self.log.popleft().model
         for slot in slots:
             slot.states = {v: s for v, s in slot.states.items() if v >= self.base.number}

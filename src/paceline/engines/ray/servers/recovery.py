@@ -121,7 +121,7 @@ class Recovery:
         copy = steps.copy_of(slot, call.version, call.values, call.state)
         slot.newest = replace(copy, other=call.copy.other)
         if self._rounded:  # its server may be on the node that kept the state
-            slot.copied = max(steps.elsewhere(slot), default=-1)
+            slot.copied = max(steps.slots.elsewhere(slot), default=-1)
         steps.copy_state(slot, event.has_arrays)
         for version in steps.history.versions():
             if version.number == call.version:
@@ -157,8 +157,7 @@ class Recovery:
 
         why: it counts as late.
         Return whether other nodes have what that takes: the values, with a worker whose result is
-        a part of the step, and the optimizer's state. The late server gives away all its slices,
-        also those of which it has taken the step: its process ends.
+        a part of the step, and the optimizer's state. The late server gives away all its slices.
         """
         steps, step = self._steps, self._steps.history.log[-1]
         slots = steps.slots.of(late)
@@ -275,7 +274,8 @@ class Recovery:
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
         if self._rounded:
-            self._start_elsewhere(slot, dict.fromkeys(slot.states, ""))
+            base = {self._steps.history.base.number}  # other slices lost with it have this one too
+            self._start_elsewhere(slot, dict.fromkeys(base & {*slot.states} or slot.states, ""))
         else:
             self._do(AskHeld(slot.server, slot))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from paceline.engines.ray.servers.fleet import Fleet, Settings
-from paceline.engines.ray.servers.slices import Copy, Slot
+from paceline.engines.ray.servers.slices import Copy, Kept, Object, Slot
 
 _cuts = itertools.count()  # of all jobs: server processes may outlive one
 
@@ -66,6 +66,16 @@ class Slots:
 
     def node(self, slot: Slot) -> str:
         return self._fleet.node(slot.server)
+
+    def elsewhere(self, slot: Slot) -> list[int]:
+        """Return the versions of which a server on another node keeps the state."""
+        here, fleet = self.node(slot), self._fleet
+
+        def is_away(state: Object | Kept) -> bool:
+            at = state.server if isinstance(state, Kept) else None
+            return at is None or (fleet.has(at) and fleet.node(at) != here)
+
+        return [version for version, state in slot.states.items() if is_away(state)]
 
     def last_chunk_first(self) -> list[Slot]:
         """Return the slots in the order in which their results come: a backward pass ends with the

@@ -253,7 +253,9 @@ class Steps:
         if not has_arrays or keeper is None:
             slot.copied = version
             return
-        enough = self._settings.rounded and version < max(self.elsewhere(slot), default=-LAG) + LAG
+        # Of all slices at the same versions: those lost together start again from the same one.
+        due = (max(self.slots.elsewhere(slot), default=-LAG) // LAG + 1) * LAG
+        enough = self._settings.rounded and version < due
         if slot.keeper is None and (not enough or late is not None or slot.copied < self._wanted):
             slot.keeper = keeper
             oldest = self.history.base.number
@@ -291,25 +293,15 @@ class Steps:
                 return other.server
         return None
 
-    def elsewhere(self, slot: Slot) -> list[int]:
-        """Return the versions of which a server on another node keeps the state."""
-        here, fleet = self.slots.node(slot), self._fleet
-
-        def is_away(state: Object | Kept) -> bool:
-            at = state.server if isinstance(state, Kept) else None
-            return at is None or (fleet.has(at) and fleet.node(at) != here)
-
-        return [version for version, state in slot.states.items() if is_away(state)]
-
     def forget(self) -> None:
         """Drop the steps that no server has to take again."""
         limit = self._fleet.workers + LAG + 2
         self.history.forget(self.slots, len(self.slots.nodes) > 1, self._is_safe, limit)
 
     def _is_safe(self, slot: Slot, number: int) -> bool:
-        """Return whether a slice of a version, or of a later one, is on a second node."""
+        """Return whether a slice of a version is on a second node."""
         if self._settings.rounded:
-            return any(version >= number for version in self.elsewhere(slot))
+            return number in self.slots.elsewhere(slot)
         return slot.held >= number and number in slot.states
 
     # --- cuts  -----------------------------------------------------------------------------------
