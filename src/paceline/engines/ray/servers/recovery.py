@@ -108,15 +108,12 @@ class Recovery:
                     sums = step.sums.pop(slot.index, None)  # of the former process
                 if not step.model.taken and slot.index in step.done:
                     step.former[slot.index] = sums, step.done.pop(slot.index)
-        made = Object(), Object()
-        self._do(
-            SetUp(slot.server, copy.version, slot.span, slot, copy, *made, self._steps.slots.number)
-        )
+        cut, made = self._steps.slots.number, (Object(), Object())
+        self._do(SetUp(slot.server, copy.version, slot.span, slot, copy, *made, cut))
 
     def started(self, event: Started) -> None:
         """Note that a server has its slice, and send it the next step."""
-        call, steps = event.call, self._steps
-        slot = call.slot
+        call, slot, steps = event.call, event.call.slot, self._steps
         steps.slots.starting.discard(slot.index)
         copy = steps.copy_of(slot, call.version, call.values, call.state)
         slot.newest = replace(copy, other=call.copy.other)
@@ -156,8 +153,8 @@ class Recovery:
         """Have servers of other nodes take the newest step in place of one that is late.
 
         why: it counts as late.
-        Return whether other nodes have what that takes: the values, with a worker whose result is
-        a part of the step, and the optimizer's state. The late server gives away all its slices.
+        Return whether other nodes have what that takes: values, with a worker whose result is a part
+        of the step, and the optimizer's state. The late server gives away all its slices.
         """
         steps, step = self._steps, self._steps.history.log[-1]
         slots = steps.slots.of(late)
@@ -274,8 +271,7 @@ class Recovery:
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
         if self._rounded:
-            base = {self._steps.history.base.number}  # other slices lost with it have this one too
-            self._start_elsewhere(slot, dict.fromkeys(base & {*slot.states} or slot.states, ""))
+            self._start_elsewhere(slot, dict.fromkeys(slot.states, ""))
         else:
             self._do(AskHeld(slot.server, slot))
 
@@ -305,9 +301,13 @@ class Recovery:
         self._start_from(slot, copy)
 
     def _newest(self, slot: Slot, holders: Mapping[int, str]) -> int | None:
-        """Return the newest version of a slice that has both values and a kept state."""
-        base = self._steps.history.base.number
-        return max((v for v in holders if v >= base and v in slot.states), default=None)
+        """Return the newest version with values and a kept state, for all lost slices the same: a
+        result lost with them is computed again on a model of which no slice may be missing."""
+        base, alive = self._steps.history.base.number, self._fleet.alive()
+        found = {v for v in holders if v >= base and v in slot.states}
+        lost = [s for s in self._steps.slots if s.newest.node and s.newest.node not in alive]
+        common = found.intersection(*(s.states for s in lost))
+        return max(common or found, default=None)
 
     def _copy_elsewhere(self, slot: Slot, holders: Mapping[int, str]) -> Copy | None:
         """Return a copy of that version, of values from a worker and a state from a server."""
