@@ -153,8 +153,8 @@ class Recovery:
         """Have servers of other nodes take the newest step in place of one that is late.
 
         why: it counts as late.
-        Return whether other nodes have what that takes: values, with a worker whose result is a part
-        of the step, and the optimizer's state. The late server gives away all its slices.
+        Return whether other nodes have what that takes: values, with a worker whose result is in
+        the step, and the optimizer's state. The late server gives away all its slices.
         """
         steps, step = self._steps, self._steps.history.log[-1]
         slots = steps.slots.of(late)
