@@ -271,7 +271,8 @@ class Recovery:
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
         if self._rounded:
-            self._start_elsewhere(slot, dict.fromkeys(slot.states, ""))
+            base = {self._steps.history.base.number}  # other slices lost with it have this one too
+            self._start_elsewhere(slot, dict.fromkeys(base & {*slot.states} or slot.states, ""))
         else:
             self._do(AskHeld(slot.server, slot))
 
@@ -301,13 +302,9 @@ class Recovery:
         self._start_from(slot, copy)
 
     def _newest(self, slot: Slot, holders: Mapping[int, str]) -> int | None:
-        """Return the newest version with values and a kept state, for all lost slices the same: a
-        result lost with them is computed again on a model of which no slice may be missing."""
-        base, alive = self._steps.history.base.number, self._fleet.alive()
-        found = {v for v in holders if v >= base and v in slot.states}
-        lost = [s for s in self._steps.slots if s.newest.node and s.newest.node not in alive]
-        common = found.intersection(*(s.states for s in lost))
-        return max(common or found, default=None)
+        """Return the newest version of a slice that has both values and a kept state."""
+        base = self._steps.history.base.number
+        return max((v for v in holders if v >= base and v in slot.states), default=None)
 
     def _copy_elsewhere(self, slot: Slot, holders: Mapping[int, str]) -> Copy | None:
         """Return a copy of that version, of values from a worker and a state from a server."""
