@@ -110,6 +110,7 @@ class KeepState:
     index: int
     version: int
     oldest: int  # versions before it are dropped
+    cut: int = field(compare=False, repr=False)
     slot: Slot = field(compare=False, repr=False)
     state: Object = field(compare=False, repr=False)
 
@@ -121,6 +122,7 @@ class GiveState:
     keeper: str
     index: int
     version: int
+    cut: int = field(compare=False, repr=False)
     state: Object = field(compare=False, repr=False)
 
 

@@ -137,8 +137,9 @@ class Machine:
         match event:
             case ServerLost(server, why):
                 self.recovery.lose(server, why)
-            case ServerRaised():
-                self.recovery.raised(event)
+            case ServerRaised(slot=slot):
+                if slot in self.steps.slots:
+                    self.recovery.raised(event)
             case CameUp(server):
                 self.moves.ready.append(server)
             case NotUp(server, why):

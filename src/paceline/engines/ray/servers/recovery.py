@@ -153,8 +153,8 @@ class Recovery:
         """Have servers of other nodes take the newest step in place of one that is late.
 
         why: it counts as late.
-        Return whether other nodes have what that takes: values, with a worker whose result is in
-        the step, and the optimizer's state. The late server gives away all its slices.
+        Return whether other nodes have what that takes: values, with a worker whose result is a part
+        of the step, and the optimizer's state. The late server gives away all its slices.
         """
         steps, step = self._steps, self._steps.history.log[-1]
         slots = steps.slots.of(late)
@@ -271,8 +271,7 @@ class Recovery:
         for version in self._steps.history.versions():
             version.missing.add(slot.index)
         if self._rounded:
-            base = {self._steps.history.base.number}  # other slices lost with it have this one too
-            self._start_elsewhere(slot, dict.fromkeys(base & {*slot.states} or slot.states, ""))
+            self._start_elsewhere(slot, dict.fromkeys(slot.states, ""))
         else:
             self._do(AskHeld(slot.server, slot))
 
@@ -302,9 +301,13 @@ class Recovery:
         self._start_from(slot, copy)
 
     def _newest(self, slot: Slot, holders: Mapping[int, str]) -> int | None:
-        """Return the newest version of a slice that has both values and a kept state."""
-        base = self._steps.history.base.number
-        return max((v for v in holders if v >= base and v in slot.states), default=None)
+        """Return the newest version with values and a kept state, for all lost slices the same: a
+        result lost with them is computed again on a model of which no slice may be missing."""
+        base, alive = self._steps.history.base.number, self._fleet.alive()
+        found = {v for v in holders if v >= base and v in slot.states}
+        lost = [s for s in self._steps.slots if s.newest.node and s.newest.node not in alive]
+        common = found.intersection(*(s.states for s in lost))
+        return max(common or found, default=None)
 
     def _copy_elsewhere(self, slot: Slot, holders: Mapping[int, str]) -> Copy | None:
         """Return a copy of that version, of values from a worker and a state from a server."""
@@ -314,7 +317,7 @@ class Recovery:
         state, values = slot.states[newest], Object()
         if isinstance(state, Kept):
             keeper, state = state.server, Object()
-            self._do(GiveState(keeper, slot.index, newest, state))
+            self._do(GiveState(keeper, slot.index, newest, self._steps.slots.number, state))
         if holders[newest]:
             self._do(ReadHeld(holders[newest], newest, slot.span, values))
         copy = self._steps.copy_of(slot, newest, values, state)

@@ -100,7 +100,7 @@ class Server(Holder):
         self._codec: Codec | None = None
         self._model_codec: Elementwise | None = None
         self._trained = 0
-        self._kept: dict[int, dict[int, State]] = {}  # by slot and version
+        self._kept: dict[tuple[int, int], dict[int, State]] = {}  # by slice and version
         self._secret: bytes | None = None
         self._address: Address | None = None
 
@@ -120,13 +120,16 @@ class Server(Holder):
 
         secret: of the processes that may connect to this one; None: slices go by Ray's stores.
         codecs: of results, and of models.
-        slot: its number, and that of the cut. Of another cut nothing is kept.
+        slot: its number, and that of the cut. Of an earlier cut nothing is kept; a call of one may
+            come late, because the parts that it waited for did.
         """
-        (self._codec, self._model_codec), self._trained = codecs, layout.trained
         index, cut = slot
+        if self._cut is not None and cut < self._cut:
+            raise Gone(f"slice {index} of an earlier cut")
+        (self._codec, self._model_codec), self._trained = codecs, layout.trained
         if cut != self._cut:
             self._slices.clear()
-            self._kept.clear()
+            self._kept = {of: states for of, states in self._kept.items() if of[1] == cut}
             self._cut = cut
         self._slices.pop(index, None)  # frees the old memory first
         shard = recipe()
@@ -236,9 +239,11 @@ class Server(Holder):
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def keep(
-        self, slot: int, version: int, oldest: int, state: State | Held, timeout: float
+        self, slot: tuple[int, int], version: int, oldest: int, state: State | Held, timeout: float
     ) -> None:
-        """Keep the state of another server's slice on this node."""
+        """Keep the state of another server's slice on this node; slot: as in `set_up`."""
+        if self._cut is not None and slot[1] < self._cut:
+            return
         kept = self._kept.setdefault(slot, {})
         if isinstance(state, Held):
             state = cast(State, state.future().result(timeout))
@@ -247,10 +252,10 @@ class Server(Holder):
             del kept[each]
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def give(self, slot: int, version: int) -> State:
+    def give(self, slot: tuple[int, int], version: int) -> State:
         """Return a state that this server keeps."""
         if version not in self._kept.get(slot, {}):
-            raise Gone(f"the state of slice {slot} at version {version}")
+            raise Gone(f"the state of slice {slot[0]} at version {version}")
         return self._kept[slot][version]
 
     @ray.method(concurrency_group="report")  # type: ignore[untyped-decorator]

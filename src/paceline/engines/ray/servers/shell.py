@@ -159,7 +159,7 @@ class Shell:
                 self._keep_state(call)
             case GiveState(keeper, index, version):
                 actor = self._pool.members[keeper].actor
-                call.state.ref = actor.give.remote(index, version)
+                call.state.ref = actor.give.remote((index, call.cut), version)
             case WriteSlice():
                 self._write(call)
             case AskHeld():
@@ -283,9 +283,8 @@ class Shell:
             keeper = Kept(member.name, member.incarnation) if has else None
             self._handle(StateKept(call, keeper))
 
-        answer = member.actor.keep.remote(
-            *(call.index, call.version, call.oldest, call.state.nearest, self._timeout / 2)
-        )
+        what = (call.index, call.cut), call.version, call.oldest, call.state.nearest
+        answer = member.actor.keep.remote(*what, self._timeout / 2)
         self._calls.add(answer, self._timeout, kept, kept)
 
     def _write(self, call: WriteSlice) -> None:

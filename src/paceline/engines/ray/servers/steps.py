@@ -258,8 +258,8 @@ class Steps:
         enough = self._settings.rounded and version < due
         if slot.keeper is None and (not enough or late is not None or slot.copied < self._wanted):
             slot.keeper = keeper
-            oldest = self.history.base.number
-            self._do(KeepState(keeper, slot.index, version, oldest, slot, state))
+            oldest, cut = self.history.base.number, self.slots.number
+            self._do(KeepState(keeper, slot.index, version, oldest, cut, slot, state))
 
     def keep_elsewhere(self, server: str, lost: bool = True) -> None:
         """Copy the states elsewhere that a server is about to keep.

@@ -16,10 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import paceline as pl
+from paceline.engines.ray.place import Place
 from paceline.engines.ray.servers.server import Server, Slice, Unusable, _put_together
 from paceline.engines.ray.servers.shared_folder import is_answered, offer
 from paceline.engines.ray.transport.incoming import GivenUp, Incoming
 from paceline.engines.ray.worker import Gone, Worker
+from paceline.learners.base import Layout, Span
 
 
 class Ref:
@@ -121,11 +123,38 @@ def test_pieces_that_were_cut_elsewhere_are_put_together() -> None:
 def test_what_is_kept_is_given_until_it_is_too_old() -> None:
     server = Server()
     for version in (1, 2, 3):
-        server.keep(0, version, 2, ({}, {"version": version}), 1.0)
-    assert server.give(0, 3)[1] == {"version": 3}
-    for slot, version in ((0, 1), (1, 3)):
+        server.keep((0, 7), version, 2, ({}, {"version": version}), 1.0)
+    assert server.give((0, 7), 3)[1] == {"version": 3}
+    for slot, version in (((0, 7), 1), ((1, 7), 3), ((0, 6), 3)):
         with pytest.raises(Gone):
             server.give(slot, version)
+
+
+def test_a_late_call_of_an_earlier_cut_changes_nothing() -> None:
+    server = Server(place=lambda: Place("n0", 1, ""))
+    model = np.array([3.0, 4.0])
+
+    def set_up(cut: int, span: Span) -> None:
+        learner = pl.learners.Quadratic((1.0, 1.0), lr=0.5)
+        part, like = model[span[0] : span[1]], learner.server()
+        layout, state = Layout(2), ({}, like.save().data)
+        around = None, (None, None), (0, cut), [span]
+        server.set_up(learner.server, layout, span, 3, *around, part, state)
+
+    set_up(7, (0, 2))
+    server.keep((1, 7), 3, 2, ({}, {}), 1.0)
+    with pytest.raises(Gone):
+        set_up(6, (0, 1))
+    server.keep((1, 6), 4, 2, ({}, {}), 1.0)
+    for cut, version in ((6, 4), (7, 4)):
+        with pytest.raises(Gone):
+            server.give((1, cut), version)
+    server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))  # the slice is the same
+    server.keep((1, 8), 4, 2, ({}, {"of": "the next cut"}), 1.0)
+    set_up(8, (0, 2))
+    assert server.give((1, 8), 4)[1] == {"of": "the next cut"}
+    with pytest.raises(Gone):
+        server.give((1, 7), 3)
 
 
 def test_a_worker_gives_any_slice_of_a_model_that_it_holds() -> None:
