@@ -15,7 +15,7 @@ import pytest
 
 from paceline.testing.hosts import Hosts, missing
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("far_run.py")
 
@@ -59,6 +59,7 @@ def test_a_host_lost_in_mid_step_changes_nothing() -> None:
     assert found["steps"] == 10 and found["bits"] and found["replays"], told
 
 
+@pytest.mark.long
 @pytest.mark.timing
 def test_a_server_behind_a_slow_link_is_left_out() -> None:
     found, told = train(2, 16, "plain", 4, lambda hosts: hosts.link(2, rate=8e6))

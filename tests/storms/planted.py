@@ -24,6 +24,7 @@ from paceline.engines.ray.calls import Calls
 from paceline.engines.ray.job import RayJob
 from paceline.engines.ray.pool import Pool
 from paceline.engines.ray.reducer import DriverReducer
+from paceline.engines.ray.servers.lost_results import LostResults
 from paceline.engines.ray.servers.recovery import Recovery
 from paceline.engines.ray.servers.server import Server
 from paceline.engines.ray.servers.steps import Steps
@@ -330,7 +331,7 @@ def _use_a_refused_slice_again() -> list[Patch]:
     def broken(self: Any, result: Any) -> None:
         self._results.again.pop(result.task.id, None)
 
-    return [(Recovery, "compute_again", broken)]
+    return [(LostResults, "compute_again", broken)]
 
 
 def _end_the_run_for_one_exception_in_a_server() -> list[Patch]:

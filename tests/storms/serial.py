@@ -14,7 +14,7 @@ from paceline.codes.blocks import decoded
 from paceline.core.books import MAX_ATTEMPTS
 from paceline.core.journal import Entry, Header
 from paceline.core.ledger import Ledger
-from paceline.core.protocol import Cancel, Discard, Finished, Left, Start, Step, Task, TaskId
+from paceline.core.protocol import Cancel, Discard, Finished, Left, Start, Step, Stop, Task, TaskId
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Array, Learner, Server
 
@@ -34,6 +34,7 @@ class History:
     pending: Places = field(default_factory=set)  # in the end
     saved_at: float = 0.0  # when the state was saved that it starts from
     times: list[float] = field(default_factory=list)  # of its entries
+    stopped: bool = False  # whether the end is in it
 
     def last_before(self, other: History) -> int:
         """Return the last entry that the state knows from which another journal goes on.
@@ -42,6 +43,8 @@ class History:
         """
         step = self.entry_of.get(other.began, -1)
         at_the_end = bool(self.times) and other.saved_at > self.times[max(step, 0)]
+        if self.stopped and other.began == max(self.models):  # all may have come at one time
+            at_the_end = other.saved_at >= self.times[-1]
         return bisect_right(self.times, other.saved_at) - 1 if at_the_end else step
 
 
@@ -91,6 +94,8 @@ def serial(
                         del lost[id]
                 case Cancel(id):
                     history.dropped.append((index, _places([running.pop(id)])))
+                case Stop():
+                    history.stopped = True
                 case Discard(id) if id in held:
                     history.dropped.append((index, _places([held.pop(id)[0]])))
                 case Step(weights):

@@ -247,8 +247,8 @@ class _Calm(Callback):
 class SessionJob(CheckedJob):
     """Looks at itself, and at the seats, after every event."""
 
-    def __init__(self, hub: SimulatedHub, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, hub: SimulatedHub, world: World, workers: int, *given: Any) -> None:
+        super().__init__(world, workers, lambda _: None, *given)  # no servers are lost
         self._hub = hub
         self._early = 0  # events of clients that came and went before the run began
 

@@ -77,7 +77,7 @@ class SimulatedCluster(Cluster):
         self._world.leaving.add(node)
 
     def calls(self) -> Calls:
-        return Calls(self._world.inbox, self.clock)
+        return Calls(self._world.new_inbox(), self.clock)
 
     def clock(self) -> float:
         return self._world.now

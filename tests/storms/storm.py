@@ -11,20 +11,20 @@ import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 import paceline.training.checkpoint as checkpoint
 from paceline.codecs.quantize import BFloat16
 from paceline.core.copies import samples_of
-from paceline.core.errors import ServersLost
+from paceline.core.errors import ServersLost, SlicesLost
 from paceline.core.journal import Entry, Header, read_entries, read_header
 from paceline.core.protocol import Command, Event, Finished, Start, Step, WorkerId
 from paceline.engines.base import Job
@@ -32,7 +32,6 @@ from paceline.engines.checks import KNOWN
 from paceline.engines.ray.job import RayJob, Timeouts
 from paceline.engines.ray.pool import Member, Pool
 from paceline.engines.ray.reducer import DriverReducer
-from paceline.engines.ray.servers.recovery import NoRoute
 from paceline.engines.ray.servers.reducer import ShardedReducer
 from paceline.engines.ray.worker import Answer, Token
 from paceline.learners.base import Array, Server
@@ -54,6 +53,9 @@ _STEPS = 48  # in bad weather
 _CALM = 8  # and after it
 _TERM = "terminated by SIGTERM"
 _MOST = 60_000  # things that happen in one run; more of them are a loop without progress
+
+
+Lost: TypeAlias = Callable[[ServersLost], None]
 
 
 class Violation(AssertionError):
@@ -132,6 +134,7 @@ class Storm:
         self.seed, self.case, self.world, self.folder, self.rng = seed, case, world, folder, rng
         self.weather = world.weather
         self.kills = self.servers_lost = self.terms = 0
+        self._last_error: ServersLost | None = None
         self.poisoned = False  # whether the user was told of samples that raise everywhere
         self.segments: list[Path] = []
         self.every = rng.randint(2, 9)
@@ -150,13 +153,17 @@ class Storm:
             if self.poisoned:
                 return
             self.world.restart()
-            if self.kills + self.servers_lost + self.terms > 6:
-                self.world.weather = self.world.weather.calm()
+            self._calm_in_time()
         self._check_end(run)
+
+    def _calm_in_time(self) -> None:
+        """End the bad weather if it has ended training too often."""
+        if self.kills + self.servers_lost + self.terms > 6:
+            self.world.weather = self.world.weather.calm()
 
     def _attempt(self) -> Run | None:
         """Train until the end; None if the driver was killed on the way."""
-        engine = CheckedRay(self.case, self.world)
+        engine = CheckedRay(self.case, self.world, self._lost)
         self.world.terminate = lambda: engine.interrupt(_TERM)
         policy = self.case.policy
         if self.seed % 2:  # tasks are soon overdue, and redone
@@ -182,13 +189,8 @@ class Storm:
                 trainer.resume(self.folder / "saved", missing_ok=True)
                 run = trainer.fit(steps=_STEPS + _CALM)
             engine.check_closed()
-        except ServersLost as error:  # which takes a lost machine, and then a checkpoint helps
-            named = any(all(node in str(error) for node in pair) for pair in self.world.no_routes)
-            machines = self.world.faults["node"] + self.world.faults["notice"]
-            lost = machines > 0 and not isinstance(error, NoRoute)
-            require(lost or named, "I7", f"processes alone were lost: {error}")
-            self.world.no_routes.clear()  # as its reader would see to
-            self.servers_lost += 1
+        except ServersLost as error:
+            self._lost(error)
             engine.check_closed()
         except DriverKilled:
             self.kills += 1
@@ -196,7 +198,8 @@ class Storm:
             require(POISON in str(error), "I13", f"one worker's exception ended the run: {error}")
             engine.check_closed()
             self.poisoned = True
-        self.segments += sorted(set(self.folder.glob("*.jsonl")) - before)
+        made = set(self.folder.glob("*.jsonl")) - before
+        self.segments += sorted(made, key=lambda path: path.stat().st_mtime_ns)
         if run is not None and run.reason == _TERM:
             saved = self._saved(run.steps).is_dir()
             require(saved, "I6", f"step {run.steps} is not saved after SIGTERM")
@@ -205,6 +208,19 @@ class Storm:
         if run is None:
             self._tear_journal()
         return run
+
+    def _lost(self, error: ServersLost) -> None:
+        """I7: it takes a lost machine, and then a checkpoint helps."""
+        if error is self._last_error:
+            return
+        self._last_error = error
+        named = any(all(node in str(error) for node in pair) for pair in self.world.no_routes)
+        machines = self.world.faults["node"] + self.world.faults["notice"]
+        lost = machines > 0 and isinstance(error, SlicesLost)
+        require(lost or named, "I7", f"processes alone were lost: {error}")
+        self.world.no_routes.clear()  # as its reader would see to
+        self.servers_lost += 1
+        self._calm_in_time()
 
     def _tear_journal(self) -> None:
         """Leave the beginning of one more line, as a crash does."""
@@ -260,9 +276,9 @@ class Storm:
 class CheckedJob(RayJob):
     """Looks at itself after every event."""
 
-    def __init__(self, world: World, workers: int, *given: Any) -> None:
+    def __init__(self, world: World, workers: int, lost: Lost, *given: Any) -> None:
         super().__init__(*given)
-        self._world, self._size = world, workers
+        self._world, self._size, self._tell_lost = world, workers, lost
         self._poisoned: dict[tuple[object, ...], list[tuple[str, str]]] = {}
         self._tokens: dict[int, Token] = {}
 
@@ -281,7 +297,8 @@ class CheckedJob(RayJob):
             vars(self.reducer)["accept"] = accept
 
     def next_event(self) -> tuple[float, WorkerId, Event] | None:
-        found = super().next_event()
+        with self._telling():
+            found = super().next_event()
         self._world.usual_is_known = len(self._check._norms) >= KNOWN
         self._check_joined()
         most = 8 * self._size + 64
@@ -308,6 +325,15 @@ class CheckedJob(RayJob):
         for name, size in sizes.items():
             require(size <= most, "I8", f"{size} {name} for {self._size} workers")
         return found
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell of lost servers, also if the run goes on from a checkpoint by itself."""
+        try:
+            yield
+        except ServersLost as error:
+            self._tell_lost(error)
+            raise
 
     def _held_and_expected(self) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
         """Return the results that the reducer holds, and those that it waits for."""
@@ -358,7 +384,8 @@ class CheckedJob(RayJob):
                 token = self._token(id)
                 require(token.task == id, "I1", f"{token} is used as task {id}")
                 require(token.run == self._run, "I2", f"{token} is of another run")
-        super().execute(command)
+        with self._telling():
+            super().execute(command)
         if isinstance(command, Step):
             finite = bool(np.isfinite(self._job.server.vector).all())
             require(finite, "I9", "a step made the model not finite")
@@ -374,7 +401,8 @@ class CheckedJob(RayJob):
 class CheckedRay(SimulatedRay):
     """Runs jobs that look at themselves."""
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: Case, world: World, lost: Lost = lambda _: None) -> None:
+        self._tell_lost = lost
         servers = case.servers or "driver"
         options: dict[str, Any] = {"start_timeout": 5.0, "respawns": 10**6}
         super().__init__(case.workers, world, servers, sum_on_nodes=case.sum_on_nodes, **options)
@@ -382,7 +410,7 @@ class CheckedRay(SimulatedRay):
     def _make_job(self, job: Job, pool: Pool) -> RayJob:
         timeouts = Timeouts(self._timeout, self._start_timeout)
         given = job, pool, self.fleet, self._calls, self._events, timeouts, None
-        return CheckedJob(self.world, self.size, *given)
+        return CheckedJob(self.world, self.size, self._tell_lost, *given)
 
     def check_closed(self) -> None:
         alive = [a.name for a in self.world.actors if a.alive and not a.ending]

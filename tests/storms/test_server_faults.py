@@ -19,6 +19,7 @@ import ray
 
 import paceline as pl
 from paceline.codecs.base import Codec
+from paceline.core.errors import SlicesLost
 from paceline.engines.ray.servers.links import Links
 from paceline.engines.ray.servers.machine import Machine
 from paceline.engines.ray.servers.recovery import NoRoute, Recovery
@@ -131,6 +132,49 @@ def test_all_workers_are_asked_at_once_for_a_lost_slice() -> None:
 
 def _but_holds(receive: Callable[[Any], None]) -> Callable[[Any], None]:
     return lambda call: None if call.name == "holds" else receive(call)
+
+
+# --- what no other machine has -------------------------------------------------------------------
+
+
+class Told(pl.Callback):
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def started(self, live: Any) -> None:
+        self.starts += 1
+
+
+def lose_under_asynchronous(seed: int, saves: pl.Checkpoints | None) -> tuple[pl.Run, int]:
+    """Train, and lose a machine; each version of the model is on one worker's machine alone."""
+    world, told = World(seed, Weather(), 4, 20.0, nodes=4), Told()
+    world.after(10.0, partial(world.lose_node, "n1"))
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0, respawns=1000)
+    watch = [told, AtSteps({})]
+    trainer = pl.Trainer(
+        LONGER, pl.asynchronous(), engine, callbacks=watch, checkpoints=saves, progress=False
+    )
+    run = trainer.fit(steps=60)
+    engine.close()
+    return run, told.starts
+
+
+def test_a_run_with_checkpoints_goes_on_if_a_result_and_its_model_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = 0
+    for seed in range(12):
+        try:
+            lose_under_asynchronous(seed, None)
+        except SlicesLost as error:
+            assert "Resume from a checkpoint" in str(error)
+            caplog.clear()
+            saves = pl.Checkpoints(tmp_path / str(seed), every=2)
+            run, starts = lose_under_asynchronous(seed, saves)
+            assert run.steps == 60 and starts == 2 and run.metrics["step"][-1] == 60
+            assert "the run goes on from step" in caplog.text
+            lost += 1
+    assert lost
 
 
 # --- servers that keep all others waiting --------------------------------------------------------

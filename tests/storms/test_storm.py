@@ -147,7 +147,7 @@ def test_machines_taken_away_after_a_notice_cost_no_task(
     """Slices and workers leave before their machine, and come back where there is another."""
     caplog.set_level("WARNING")
     learner = Rolling((1.0, 0.3, 0.1, 0.2, 0.5), noise=0.1, lr=0.04, batch_size=12, totals=totals)
-    world = World(3, Weather(), 4, 20.0, nodes=4, direct=direct)
+    world = World(1, Weather(), 4, 20.0, nodes=4, direct=direct)
     engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
     counts: list[tuple[int, int]] = []  # of servers, and of machines with workers
 

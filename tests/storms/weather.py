@@ -262,6 +262,11 @@ class World:
     def _on(self, node: str) -> Iterable[Process]:
         return [actor for actor in self.actors if actor.node == node]
 
+    def new_inbox(self) -> _Inbox:
+        """Return an empty inbox; answers to calls of a run before go to the former one."""
+        self.inbox = _Inbox(self)
+        return self.inbox
+
     def restart(self) -> None:
         """End all processes, as the death of their driver does."""
         for actor in self.actors:

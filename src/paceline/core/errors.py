@@ -27,7 +27,18 @@ class PolicyError(Exception):
 
 
 class ServersLost(RuntimeError):
-    """A slice of the model and all its copies are lost."""
+    """The model cannot be recovered, or no process may take a server's place."""
+
+
+class SlicesLost(ServersLost):
+    """A slice of the model, or a result, is lost with all its copies.
+
+    why: what is lost.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Resume from a checkpoint")
+        self.why = why
 
 
 class StalledError(RuntimeError):

@@ -7,7 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from paceline.core.errors import Terminated
+from paceline.core.errors import SlicesLost, Terminated
+from paceline.core.logs import logger_of
 from paceline.core.policy import Policy
 from paceline.core.protocol import Prices
 from paceline.engines.base import TrainingEngine
@@ -48,6 +49,12 @@ from paceline.training.settings import Given, Settings, shown
 if TYPE_CHECKING:  # these need torch and scipy
     from paceline.codecs.base import Codec
     from paceline.planner.choose import Plan
+
+
+logger = logger_of(__name__)
+
+_IN_A_ROW = 3
+"""How often a run goes on from one and the same step."""
 
 
 class Trainer:
@@ -263,7 +270,8 @@ class Trainer:
         So after a resume in epoch 7, `fit(epochs=10)` trains three more. Ctrl-C ends the run like
         any other end and keeps the model. SIGTERM does too; `fit` then raises `Terminated`, a
         `SystemExit` with code 143 and the `run`. If an exception ends training, `error.run` is the
-        run so far, and the last complete model is saved as at any other end.
+        run so far, and the last complete model is saved as at any other end. If servers lose a
+        part of the model that no node has a copy of, the run goes on from its newest checkpoint.
         """
         ends, on = self._ends(epochs, steps, seconds, until), self._given
         setup = Setup(on.learner, on.engine, on.prices, on.seed)
@@ -285,12 +293,19 @@ class Trainer:
             return fit_decentralized(
                 settings, settings.policy, ends, until, callbacks, self._start.nodes
             )
-        server, self._server = self._server, None
-        fit = Fit(settings, self._start, ends, until, callbacks, server)
-        try:
-            return fit.run()
-        finally:
-            self._start = fit.start
+        failed = 0
+        while True:
+            start, server, self._server = self._start, self._server, None
+            fit = Fit(settings, start, ends, until, callbacks, server)
+            try:
+                return fit.run()
+            except SlicesLost as error:
+                failed = 1 if fit.start.step > start.step else failed + 1
+                if on.checkpoints is None or fit.start.snapshot is None or failed > _IN_A_ROW:
+                    raise
+                logger.warning("%s: the run goes on from step %d", error.why, fit.start.step)
+            finally:
+                self._start = fit.start
 
     def resume(
         self,

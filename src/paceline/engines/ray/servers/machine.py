@@ -38,6 +38,7 @@ from paceline.engines.ray.servers.files import Files
 from paceline.engines.ray.servers.fleet import Fleet, Settings
 from paceline.engines.ray.servers.late import Late
 from paceline.engines.ray.servers.links import Links
+from paceline.engines.ray.servers.lost_results import LostResults
 from paceline.engines.ray.servers.moves import Moves
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.recovery import Recovery
@@ -74,6 +75,8 @@ class Machine:
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
         around = self.routes, placement, fleet, do
         self.recovery = Recovery(settings, self.steps, self.results, *around)
+        on = self.steps, self.results, fleet, do
+        self.lost_results = LostResults(settings, *on, self.recovery.fail)
         self.files = Files(settings.layout, self.steps, do)
         self.moves = Moves(placement, fleet)
 
@@ -98,7 +101,7 @@ class Machine:
             if self.steps.slots.node(slot) != result.node:
                 slot.held = max(slot.held, result.model.number)
         if token.task in self.results.again:
-            self.recovery.computed_again(self.results.again.pop(token.task), result)
+            self.lost_results.computed_again(self.results.again.pop(token.task), result)
             self.late.watch_step()
             return False
         result.loss, result.count = stats.get("loss"), stats.get("count")
@@ -111,7 +114,7 @@ class Machine:
         self.results.expected.pop(task, None)
         self.results.held.pop(task, None)
         if lost and task in self.results.again:
-            self.recovery.compute_again(self.results.again[task])
+            self.lost_results.compute_again(self.results.again[task])
 
     def results_in_use(self) -> Iterator[Result]:
         """Yield the results that a server may still ask for."""
@@ -182,7 +185,7 @@ class Machine:
             case ResultsUnusable():
                 if event.late:
                     self.routes.check()
-                self.recovery.results_unusable(event)
+                self.lost_results.unusable(event)
 
     def _step_taken(self, event: StepTaken) -> None:
         self.steps.taken(event)
@@ -278,7 +281,7 @@ class Machine:
         for result in slow:
             if result.task.id not in again:
                 again[result.task.id] = result
-                self.recovery.compute_again(result, avoid=result.node)
+                self.lost_results.compute_again(result, avoid=result.node)
 
     def leave(self, nodes: Collection[str]) -> None:
         """Move the slices away from nodes that will be taken away, once no step is under way."""

@@ -34,19 +34,19 @@ class Placement:
     def choose(self, name: str, alive: Collection[str]) -> str | None:
         """Return the node for a new process of a server, and count it there; None if none is alive.
 
-        Candidates are the worker nodes that stay and reach all others. The criteria, in this order:
+        Candidates are the worker nodes that stay and reach all others, without the one where the
+        server failed last if any other node is left. The criteria, in this order:
 
-        - not the node where the server failed last;
         - the fewest other servers;
         - the node where the server was, since its copies are in that node's store;
         - the order of the nodes.
         """
-        nodes = self._candidates(alive)
+        nodes = self._candidates(name, alive)
         count = Counter(node for other, node in self.nodes.items() if other != name)
         before = self.nodes.get(name)
 
-        def rank(node: str) -> tuple[bool, int, bool]:
-            return self._failed.get(name) == node, count[node], node != before
+        def rank(node: str) -> tuple[int, bool]:
+            return count[node], node != before
 
         chosen = min(nodes, key=rank, default=None)
         if chosen is not None:
@@ -57,13 +57,15 @@ class Placement:
         """Return whether a node reaches all nodes that have workers, as far as is known."""
         return any(not self.cut_off(node) for node in alive)
 
-    def _candidates(self, alive: Collection[str]) -> Sequence[str]:
+    def _candidates(self, name: str, alive: Collection[str]) -> Sequence[str]:
         alive = {*alive} - self.leaving or alive
         workers = [node for node in self.workers() if node in alive]
+        failed = self._failed.get(name)  # its copies may be where that node cannot fetch them
         for nodes in (workers, sorted(alive)):
-            if reaching := [node for node in nodes if not self.cut_off(node)]:
-                return reaching
-        return workers or sorted(alive)
+            reaching = [node for node in nodes if not self.cut_off(node)]
+            if others := [node for node in reaching if node != failed]:
+                return others
+        return reaching or workers or sorted(alive)
 
     def cut_off(self, node: str) -> list[str]:
         """Return the worker nodes that a node cannot reach."""

@@ -1,4 +1,4 @@
-"""Recovery after the loss of servers and nodes: of slices, their copies, and results.
+"""Recovery after the loss of servers and nodes: of slices and their copies.
 
 When a server is lost, another process takes over its slice, and repeats the missing steps. Until
 then the version is not whole, so that no step is ever half taken. Two cases differ. If only the
@@ -6,9 +6,6 @@ process is lost, the next one starts from the newest slice and state. Both are i
 and belong to the driver. If the node is lost, a worker elsewhere holds the slice from its last
 task, and a server elsewhere keeps the optimizer's state. Workers that get rounded values only hold
 nothing: the exact values are then a part of the state.
-
-If a result is lost with a node, any worker computes it again: a task gives the same result on every
-worker. The same holds for a result that a server refuses; its worker is then replaced.
 
 A server that is late with a step, which all others have taken, gives its slice to a server on
 another node. That one starts it from the same copies as after the loss of a node.
@@ -23,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from paceline.core.errors import ServersLost
+from paceline.core.errors import ServersLost, SlicesLost
 from paceline.core.logs import logger_of
 from paceline.engines.ray.servers.events import (
     AskAnew,
@@ -32,24 +29,21 @@ from paceline.engines.ray.servers.events import (
     GiveState,
     HeldTold,
     ReadHeld,
-    Redo,
-    Refuse,
     Remove,
     Replace,
-    ResultsUnusable,
     ServerRaised,
     SetUp,
     Started,
     Way,
 )
 from paceline.engines.ray.servers.fleet import Fleet, Settings
+from paceline.engines.ray.servers.lost_results import ATTEMPTS
 from paceline.engines.ray.servers.placement import Placement
 from paceline.engines.ray.servers.routes import Routes
 from paceline.engines.ray.servers.slices import (
     Copy,
     Kept,
     Object,
-    Result,
     Results,
     Slot,
     Step,
@@ -58,9 +52,6 @@ from paceline.engines.ray.servers.slices import (
 from paceline.engines.ray.servers.steps import Do, Steps, is_with
 
 logger = logger_of(__name__)
-
-ATTEMPTS = 3
-"""How often a server starts from copies, or asks for results, that turn out to be lost."""
 
 
 class NoRoute(ServersLost):
@@ -83,14 +74,14 @@ class Recovery:
         fleet: Fleet,
         do: Do,
     ) -> None:
-        self._direct, self._rounded = settings.direct, settings.rounded
+        self._rounded = settings.rounded
         self._steps, self._results, self._routes = steps, results, routes
         self._placement, self._fleet, self._do = placement, fleet, do
         self.failure: Exception | None = None
 
-    def fail(self, why: str) -> ServersLost:
-        """Return the error for a slice that cannot be recovered."""
-        self.failure = ServersLost(why)
+    def fail(self, why: str, kind: type[ServersLost] = SlicesLost) -> ServersLost:
+        """Return the error for what cannot be recovered."""
+        self.failure = kind(why)
         return self.failure
 
     # --- servers ---------------------------------------------------------------------------------
@@ -120,6 +111,10 @@ class Recovery:
         if self._rounded:  # its server may be on the node that kept the state
             slot.copied = max(steps.slots.elsewhere(slot), default=-1)
         steps.copy_state(slot, event.has_arrays)
+        if not steps.slots.is_first and not steps.slots.starting:
+            for each in steps.slots:  # no other server may have been up for its state
+                if each.newest.version not in each.states:
+                    steps.copy_state(each, True)
         for version in steps.history.versions():
             if version.number == call.version:
                 # The former server's objects may be on another node, and be lost with it.
@@ -144,7 +139,8 @@ class Recovery:
                 f"server {server} was lost too often "
                 f"({why}{f'; {self._routes.named(cut)}' if cut else ''}); the last complete "
                 f"version is {steps.history.last_whole}. Resume from a checkpoint, or allow more "
-                "losses with Ray(respawns=…)"
+                "losses with Ray(respawns=…)",
+                ServersLost,
             )
         for slot in slots:
             self.recover(slot)
@@ -153,8 +149,8 @@ class Recovery:
         """Have servers of other nodes take the newest step in place of one that is late.
 
         why: it counts as late.
-        Return whether other nodes have what that takes: values, with a worker whose result is a part
-        of the step, and the optimizer's state. The late server gives away all its slices.
+        Return whether other nodes have what that takes: values, with a worker whose result is in
+        the step, and the optimizer's state. The late server gives away all its slices.
         """
         steps, step = self._steps, self._steps.history.log[-1]
         slots = steps.slots.of(late)
@@ -292,7 +288,7 @@ class Recovery:
         if copy is None:
             raise self.fail(
                 f"the node of server {slot.server} is lost, and no other node has a version of "
-                f"its slice from {self._steps.history.base.number} on; resume from a checkpoint"
+                f"its slice from {self._steps.history.base.number} on"
             )
         for version in self._versions():
             same = len(version.spans) > slot.index and version.spans[slot.index] == slot.span
@@ -301,8 +297,8 @@ class Recovery:
         self._start_from(slot, copy)
 
     def _newest(self, slot: Slot, holders: Mapping[int, str]) -> int | None:
-        """Return the newest version with values and a kept state, for all lost slices the same: a
-        result lost with them is computed again on a model of which no slice may be missing."""
+        """Return the newest version with values and a kept state, the same of all lost slices if
+        possible: a result lost with them is computed again on a model with all slices."""
         base, alive = self._steps.history.base.number, self._fleet.alive()
         found = {v for v in holders if v >= base and v in slot.states}
         lost = [s for s in self._steps.slots if s.newest.node and s.newest.node not in alive]
@@ -336,65 +332,6 @@ class Recovery:
         if slot.attempts > ATTEMPTS:
             raise self.fail(
                 f"the slice of server {slot.server} cannot be recovered ({event.error}); the last "
-                f"complete version is {self._steps.history.last_whole}. Resume from a checkpoint"
+                f"complete version is {self._steps.history.last_whole}"
             ) from event.error
         self.recover(slot)
-
-    # --- results ---------------------------------------------------------------------------------
-
-    def results_unusable(self, event: ResultsUnusable) -> None:
-        """Recompute the results that a server could not use."""
-        step, slot, pieces = event.call.step, event.call.slot, event.call.pieces
-        of, sent = pieces.results, pieces.slices
-        failed = (*event.lost, *event.late, *event.bad)
-        if sums := [pieces.sums[i] for i in failed if i in pieces.sums]:
-            self._steps.send_singly(step, slot, sums)
-            return
-        slot.sent = step.version - 1
-        alive = self._fleet.alive()
-        current = {i for i in range(len(of)) if of[i].slices is sent[i]}
-        bad = {of[i].task.id: (of[i], why) for i, why in event.bad.items() if i in current}
-        missing = [of[i] for i in (*event.lost, *event.late) if i in current]
-        again = [result for result, _ in bad.values()]
-        # With direct transport, a result is lost with the process of its worker.
-        lost = {of[i].task.id for i in event.lost} if self._direct else set()
-        again += [r for r in missing if r.node not in alive or r.task.id in lost]
-        if missing and not again:  # its node is there, or not yet known to be lost
-            slot.attempts += 1
-            if slot.attempts > ATTEMPTS:
-                again = missing
-        if not again:
-            self._steps.feed(slot)
-            return
-        step.stalled.add(slot.index)
-        for result in again:
-            if result.task.id not in self._results.again:
-                self._results.again[result.task.id] = result
-                if result.task.id in bad:
-                    self._do(Refuse(result.token, result.task, bad[result.task.id][1]))
-                logger.warning("the result of task %d is computed again", result.task.id)
-                self.compute_again(result)
-
-    def compute_again(self, result: Result, avoid: str = "") -> None:
-        """Recompute a result on its version of the model; avoid a node if there are others."""
-        if result.model.gone:
-            raise self.fail(
-                f"the result of task {result.task.id} is lost, and so is version "
-                f"{result.model.number} of the model that it was computed on; resume from a "
-                "checkpoint"
-            )
-        # As many samples as the first time, without the budget. Parts are of the whole batch: a
-        # task computes all of them or none.
-        task, work = result.task, replace(result.task.work, budget=inf)
-        samples = result.samples // work.steps if work.parts is None else task.samples
-        self._do(Redo(replace(task, work=work, samples=samples), result.model, avoid))
-
-    def computed_again(self, old: Result, new: Result) -> None:
-        """Put a new result in the place of a lost one, and send the steps that waited for it."""
-        old.spans, old.slices, old.node = new.spans, new.slices, new.node
-        old.token, old.pushed, old.answered = new.token, new.pushed, self._fleet.now
-        for step in self._steps.history.log:
-            if step.stalled and not any(r.task.id in self._results.again for r in step.results):
-                stalled, step.stalled = step.stalled, set()
-                for index in sorted(stalled):
-                    self._steps.feed(self._steps.slots[index])

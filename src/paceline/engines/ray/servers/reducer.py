@@ -17,8 +17,8 @@ from paceline.core.protocol import Coefficients, Task, TaskId, Want
 from paceline.engines.base import Writer
 from paceline.engines.ray.pool import Member
 from paceline.engines.ray.servers.events import ModelMissed
+from paceline.engines.ray.servers.lost_results import ATTEMPTS
 from paceline.engines.ray.servers.processes import Processes
-from paceline.engines.ray.servers.recovery import ATTEMPTS
 from paceline.engines.ray.servers.server import joined, parted
 from paceline.engines.ray.servers.shell import Callbacks, Shell
 from paceline.engines.ray.servers.slices import Copy, Object, Result, Version
@@ -179,7 +179,7 @@ class ShardedReducer:
                 if not self._calls.wait(inf):
                     raise recovery.fail(
                         f"the servers did not reach version {steps.model.number}; the last "
-                        f"complete version is {steps.history.last_whole}. Resume from a checkpoint"
+                        f"complete version is {steps.history.last_whole}"
                     )
             if self._settled == steps.model.number:
                 return
@@ -190,7 +190,7 @@ class ShardedReducer:
         if self._settled != steps.model.number:
             raise recovery.fail(
                 f"version {steps.model.number} of the model could not be gathered in {ATTEMPTS} "
-                "attempts; resume from a checkpoint"
+                "attempts"
             )
 
     def writer(self, folder: Path) -> Writer | None:

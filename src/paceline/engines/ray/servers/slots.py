@@ -21,6 +21,7 @@ class Slots:
     With several chunks, every server has one slice of each of them.
     starting: slots whose server is not up.
     number: of this cut.
+    is_first: whether the model was not cut anew.
     """
 
     def __init__(self, settings: Settings, fleet: Fleet, copies: Copies) -> None:
@@ -30,7 +31,7 @@ class Slots:
         ]
         self.spans = [slot.span for slot in self._slots]
         self.starting: set[int] = set()
-        self.number = next(_cuts)
+        self.number, self.is_first = next(_cuts), True
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
@@ -87,7 +88,7 @@ class Slots:
         """Cut the model anew among servers. Only between two steps."""
         olds, chunks = self._slots, self._settings.chunks
         self.spans = self._settings.layout.spans(len(servers), chunks)
-        self.number, self._slots = next(_cuts), []
+        self.number, self.is_first, self._slots = next(_cuts), False, []
         self.starting.clear()
         pairs = zip([*servers] * chunks, self.spans, strict=True)
         for index, (server, span) in enumerate(pairs):

@@ -35,8 +35,9 @@ from paceline.engines.ray.servers.events import (
     Trust,
 )
 from paceline.engines.ray.servers.links import LONGEST_INTERVAL, PROBE_BYTES, PROBE_SECONDS, Links
+from paceline.engines.ray.servers.lost_results import ATTEMPTS
 from paceline.engines.ray.servers.moves import PAUSE_SECONDS
-from paceline.engines.ray.servers.recovery import ATTEMPTS, NoRoute
+from paceline.engines.ray.servers.recovery import NoRoute
 from tests.unit.engines.ray.servers.script import Asked, Script, asked, task_of, token_of
 
 SERVERS = {"s0": "A", "s1": "B"}
@@ -487,6 +488,17 @@ def test_the_version_at_a_cut_is_not_given_up_while_servers_start() -> None:
     assert version.whole and not version.gone
 
 
+def test_states_of_a_new_cut_are_copied_as_soon_as_another_server_is_up() -> None:
+    """The first server of the new cut finds no other one that could keep its state."""
+    run = with_a_leaving_node("B")
+    assert [c for c in run.started("s0", has_arrays=True) if c[0] is KeepState] == []
+    calls = run.started("s2", has_arrays=True)
+    assert {c[:3] for c in calls if c[0] is KeepState} == {
+        (KeepState, "s0", 1),
+        (KeepState, "s2", 0),
+    }
+
+
 def test_a_version_that_is_being_rescued_is_not_given_up() -> None:
     """A worker misses the model before the others have told what they hold."""
     run = two_steps(last_is_kept=False)
@@ -627,6 +639,7 @@ def test_an_answer_of_the_cut_before_is_not_used() -> None:
     run.step(*WORKERS_OF_THREE)
     assert run.told(Started(before, False)) == []
     assert run.told(CopyLost(before, OSError("it is lost"))) == []
+    assert run.told(ServerRaised("s0", before.slot, "it raised", OSError("it raised"))) == []
     assert run.started("s0", "A") == [(TakeStep, "s0", 3), (Ship,)]
 
 

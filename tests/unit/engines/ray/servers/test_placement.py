@@ -44,6 +44,16 @@ def test_nodes_without_workers_are_the_last_choice() -> None:
     assert Placement({"s0": "A"}, lambda: ["A"]).choose("s0", ["head"]) == "head"
 
 
+def test_a_server_leaves_the_only_node_with_workers_if_it_does_not_start_there() -> None:
+    """Its copies may be on a node that this one cannot fetch from."""
+    placement = Placement({"s0": "a"}, lambda: ["a"])
+    placement.avoid("s0")
+    assert placement.choose("s0", {"a"}) == "a"
+    assert placement.choose("s0", {"a", "b"}) == "b"
+    placement.avoid("s0")
+    assert placement.choose("s0", {"a", "b"}) == "a"
+
+
 def test_a_server_goes_where_all_workers_can_be_reached() -> None:
     workers = ["A", "B", "C"]
     placement = Placement({"s0": "A", "s1": "B", "s2": "C"}, lambda: workers)

@@ -137,7 +137,8 @@ def test_a_late_call_of_an_earlier_cut_changes_nothing() -> None:
     def set_up(cut: int, span: Span) -> None:
         learner = pl.learners.Quadratic((1.0, 1.0), lr=0.5)
         part, like = model[span[0] : span[1]], learner.server()
-        layout, state = Layout(2), ({}, like.save().data)
+        layout = Layout(2)
+        state: Any = {}, like.save().data
         around = None, (None, None), (0, cut), [span]
         server.set_up(learner.server, layout, span, 3, *around, part, state)
 
