@@ -90,7 +90,7 @@ def actor_class(kind: type, **options: Any) -> Any:
     call: the journal has them all."""
     return ray.remote(
         enable_task_events=False,
-        concurrency_groups={"control": 1, "report": 1, "notices": 1, "sums": 1},
+        concurrency_groups={"control": 1, "report": 1, "notices": 1, "sums": 1, "copies": 4},
         max_restarts=0,
         max_task_retries=0,
         **options,

@@ -69,8 +69,11 @@ class _Order:
     avoid: str = ""  # a node whose workers do not get it if there are others
 
     def is_ready(self) -> bool:
-        """Return whether the model's references exist; for a second attempt, the whole model."""
-        return self.model.whole if self.attempts else self.model.known
+        """Return whether the model's references exist; for a second attempt, the whole model.
+
+        If that is gone by now, the second attempt fails, and the policy assigns the task anew.
+        """
+        return self.model.known and (not self.attempts or self.model.whole or self.model.gone)
 
 
 class Timeouts(NamedTuple):
@@ -258,7 +261,7 @@ class RayJob:
         return not nodes or member.place is None or member.place.node != order.avoid
 
     def _overdue(self, member: Member, order: _Order, patience: float) -> bool:
-        if not order.model.whole and not self._homeless:
+        if not (order.model.whole or order.model.gone or self._homeless):
             return True  # it waits for a server, whose call has its own deadline
         self._lose(member, f"it did not finish task {order.task.id} in {patience:g} s")
         return False

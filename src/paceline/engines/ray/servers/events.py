@@ -179,7 +179,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Watch:
-    """Report after some seconds that a server may be late with a step.
+    """Report after some seconds that a server may be late with a step, or with the copy of a state.
 
     It names what it is about, since it must not keep the objects of a step.
     starts: of all slices until now.
@@ -187,6 +187,7 @@ class Watch:
 
     server: str
     version: int
+    copy: bool = field(compare=False)
     starts: int = field(compare=False)
     seconds: float = field(compare=False)
 

@@ -26,7 +26,7 @@ class Late:
         if log and not log[-1].model.taken and not log[-1].overtaken:
             servers = {slot.server for slot in self._steps.left(log[-1])}
             if len(servers) == 1:
-                self._watch(servers.pop(), log[-1], self._fleet.now - log[-1].began)
+                self._watch(servers.pop(), log[-1], False, self._fleet.now - log[-1].began)
 
     def watch_copy(self) -> None:
         """Have the server watched whose copy of a state alone holds up the next step."""
@@ -39,13 +39,13 @@ class Late:
             if keeper is not None and any(slot.watched < step.version for slot in left):
                 for slot in left:
                     slot.watched = step.version
-                self._watch(keeper, step, step.took)
+                self._watch(keeper, step, True, step.took)
 
-    def _watch(self, server: str, step: Step, usual: float) -> None:
+    def _watch(self, server: str, step: Step, copy: bool, usual: float) -> None:
         if len(self._steps.slots.nodes) >= _NODES:
             first = any(slot.since + 1 >= step.version for slot in self._steps.slots.of(server))
             seconds = max((_FACTOR - 1) * usual, _FIRST_SECONDS if first else _SECONDS)
-            self._do(Watch(server, step.version, self._starts(), seconds))
+            self._do(Watch(server, step.version, copy, self._starts(), seconds))
 
     def _starts(self) -> int:
         return sum(slot.starts for slot in self._steps.slots)
@@ -58,7 +58,7 @@ class Late:
     def has_step(self, call: Watch) -> bool:
         """Return whether a watched server is still at work on a step that all others have taken."""
         steps = self._steps
-        if not self._is_same(call):
+        if call.copy or not self._is_same(call):
             return False
         step, mine = steps.history.log[-1], steps.slots.of(call.server)
         left = steps.left(step)
@@ -72,7 +72,9 @@ class Late:
     def has_copy(self, call: Watch) -> bool:
         """Return whether the copy of a state still holds up the next step."""
         steps = self._steps
-        if not (self._is_same(call) and steps.waiting and steps.history.last.whole):
+        if not (call.copy and self._is_same(call)):
+            return False
+        if not (steps.waiting and steps.history.last.whole):
             return False
         needed = steps.needed_copy()
         return any(s.keeper == call.server and s.copied < needed for s in steps.slots)

@@ -189,6 +189,9 @@ class Machine:
 
     def _step_taken(self, event: StepTaken) -> None:
         self.steps.taken(event)
+        server, slots = event.call.server, self.steps.slots
+        if not any(slot.index in slots.starting for slot in slots.of(server)):
+            self._placement.works(server)
         self._report()
         if event.call.step.model.whole:
             self.steps.forget()

@@ -20,11 +20,15 @@ class Placement:
         self.nodes, self.workers = dict(nodes), workers
         self.cut: set[Pair] = set()  # nodes that cannot fetch objects from each other
         self.leaving: frozenset[str] = frozenset()  # nodes that will be taken away
-        self._failed: dict[str, str] = {}  # the node on which a server failed last
+        self._failed: dict[str, Counter[str]] = {}  # how often a server failed on a node lately
 
     def avoid(self, name: str) -> None:
-        """Start a server on another node the next time, if there is one."""
-        self._failed[name] = self.nodes[name]
+        """Start a server on another node, until it works or has failed on all."""
+        self._failed.setdefault(name, Counter())[self.nodes[name]] += 1
+
+    def works(self, name: str) -> None:
+        """Forget where a server failed."""
+        self._failed.pop(name, None)
 
     def release(self, name: str) -> None:
         """Stop counting a server."""
@@ -34,8 +38,9 @@ class Placement:
     def choose(self, name: str, alive: Collection[str]) -> str | None:
         """Return the node for a new process of a server, and count it there; None if none is alive.
 
-        Candidates are the worker nodes that stay and reach all others, without the one where the
-        server failed last if any other node is left. The criteria, in this order:
+        Candidates are the worker nodes that stay and reach all others, without those where the
+        server failed lately. If it has failed on all of them, each gets a second chance before the
+        nodes without workers. The criteria, in this order:
 
         - the fewest other servers;
         - the node where the server was, since its copies are in that node's store;
@@ -60,12 +65,14 @@ class Placement:
     def _candidates(self, name: str, alive: Collection[str]) -> Sequence[str]:
         alive = {*alive} - self.leaving or alive
         workers = [node for node in self.workers() if node in alive]
-        failed = self._failed.get(name)  # its copies may be where that node cannot fetch them
-        for nodes in (workers, sorted(alive)):
+        failed = self._failed.get(name, Counter())  # maybe they cannot fetch its copies
+        for nodes, most in (workers, 0), (workers, 1), (sorted(alive), 1):
             reaching = [node for node in nodes if not self.cut_off(node)]
-            if others := [node for node in reaching if node != failed]:
+            if others := [node for node in reaching if failed[node] <= most]:
                 return others
-        return reaching or workers or sorted(alive)
+        nodes = reaching or workers or sorted(alive)
+        fewest = min((failed[node] for node in nodes), default=0)
+        return [node for node in nodes if failed[node] == fewest]
 
     def cut_off(self, node: str) -> list[str]:
         """Return the worker nodes that a node cannot reach."""

@@ -128,9 +128,9 @@ class Recovery:
         """Replace a lost server, and recover its slice."""
         logger.warning("server %s is lost: %s", server, why)
         steps, slots = self._steps, self._steps.slots.of(server)
-        steps.slots.starting.update(slot.index for slot in slots)
-        if not self._fleet.joined(server):
+        if not self._fleet.joined(server) or any(s.index in steps.slots.starting for s in slots):
             self._placement.avoid(server)
+        steps.slots.starting.update(slot.index for slot in slots)
         steps.keep_elsewhere(server)  # states that it kept are gone; the originals are not
         self._do(Replace(server))
         if not self._fleet.has(server):
@@ -201,7 +201,8 @@ class Recovery:
             self.failure = event.error
             raise event.error  # with its own traceback
         for each in self._steps.slots.of(event.server):
-            each.raised = each.newest.version
+            if each.newest.version == slot.newest.version:  # about to take the same step
+                each.raised = slot.newest.version
         self._placement.avoid(event.server)
         self.lose(event.server, event.why)
 

@@ -8,6 +8,7 @@ a server owns a second slice: that of a server that is late.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -101,6 +102,7 @@ class Server(Holder):
         self._model_codec: Elementwise | None = None
         self._trained = 0
         self._kept: dict[tuple[int, int], dict[int, State]] = {}  # by slice and version
+        self._keeping = threading.Lock()
         self._secret: bytes | None = None
         self._address: Address | None = None
 
@@ -129,8 +131,9 @@ class Server(Holder):
         (self._codec, self._model_codec), self._trained = codecs, layout.trained
         if cut != self._cut:
             self._slices.clear()
-            self._kept = {of: states for of, states in self._kept.items() if of[1] == cut}
-            self._cut = cut
+            with self._keeping:
+                kept = {of: states for of, states in self._kept.items() if of[1] == cut}
+                self._kept, self._cut = kept, cut
         self._slices.pop(index, None)  # frees the old memory first
         shard = recipe()
         if "torch" in sys.modules:  # bits do not depend on it: values are stepped one by one
@@ -237,19 +240,23 @@ class Server(Holder):
         sums = tuple(weighted_sum(weights, found[start : start + count]) for start in starts)
         return sums[0] if len(sums) == 1 else sums
 
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="copies")  # type: ignore[untyped-decorator]
     def keep(
         self, slot: tuple[int, int], version: int, oldest: int, state: State | Held, timeout: float
     ) -> None:
-        """Keep the state of another server's slice on this node; slot: as in `set_up`."""
-        if self._cut is not None and slot[1] < self._cut:
-            return
-        kept = self._kept.setdefault(slot, {})
+        """Keep the state of another server's slice on this node; slot: as in `set_up`.
+
+        Several calls run at a time: a copy over a slow link holds up no other.
+        """
         if isinstance(state, Held):
             state = cast(State, state.future().result(timeout))
-        kept[version] = state
-        for each in [each for each in kept if each < oldest]:
-            del kept[each]
+        with self._keeping:
+            if self._cut is not None and slot[1] < self._cut:
+                return
+            kept = self._kept.setdefault(slot, {})
+            kept[version] = state
+            for each in [each for each in kept if each < oldest]:
+                del kept[each]
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def give(self, slot: tuple[int, int], version: int) -> State:

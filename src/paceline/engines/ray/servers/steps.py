@@ -285,12 +285,17 @@ class Steps:
             self.copy_state(slot, True)
 
     def _keeper(self, slot: Slot, late: str | None) -> str | None:
-        """Return the next server on another node, without one that is late."""
-        for shift in range(1, len(self.slots)):
-            other = self.slots[(slot.index + shift) % len(self.slots)]
-            usable = other.index not in self.slots.starting and other.server != late
-            if usable and self.slots.node(other) != self.slots.node(slot):
-                return other.server
+        """Return a server on another node, without one that is late: of each chunk another one, so
+        that copies leave a host over several connections."""
+        servers = self.slots.servers
+        at, others = servers.index(slot.server), len(servers) - 1
+        chunk = slot.index * self._settings.chunks // len(self.slots)
+        for i in range(others):
+            server = servers[(at + 1 + (chunk + i) % others) % len(servers)]
+            starting = all(each.index in self.slots.starting for each in self.slots.of(server))
+            away = self._fleet.node(server) != self.slots.node(slot)
+            if away and not starting and server != late:
+                return server
         return None
 
     def forget(self) -> None:

@@ -85,8 +85,9 @@ class Link:
 
     @property
     def order(self) -> int:
-        """The order of what it sends next."""
-        return self._order if self._begun or not self._out else self._out[0][0]
+        """The lowest order of what waits. A message that has begun may hold up an earlier one."""
+        waiting = [self._order] if self._begun or not self._out else []
+        return min([*waiting, *(order for order, _, _ in self._out[:1])])
 
     @property
     def on_its_way(self) -> int:

@@ -230,6 +230,17 @@ def test_a_copy_that_holds_up_a_step_is_made_elsewhere() -> None:
     assert run.kept(1)[0] == (TakeStep, "s0", 3)
 
 
+def test_the_watch_of_a_step_does_not_find_a_copy_late() -> None:
+    run = late(has_arrays=True)
+    of_the_step = watches(run)[-1]
+    run.taken("s2", has_arrays=True)
+    run.kept(0)
+    run.kept(2)
+    run.step("w0", "w1")
+    assert run.told(MayBeLate(of_the_step)) == []  # its copy has had no time yet
+    assert watches(run)[-1].copy and run.watched()
+
+
 def test_the_state_comes_from_its_keeper_which_takes_the_slice() -> None:
     run = late(has_arrays=True)
     # s2 kept the state of s1, and was about to keep the next one

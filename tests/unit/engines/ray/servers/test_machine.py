@@ -31,6 +31,7 @@ from paceline.engines.ray.servers.events import (
     SetUp,
     Ship,
     Started,
+    StepTaken,
     TakeStep,
     Trust,
 )
@@ -176,6 +177,17 @@ def test_states_that_a_lost_server_kept_are_kept_by_another() -> None:
     ]
 
 
+def test_the_copies_of_chunks_leave_a_server_for_several_others() -> None:
+    run = Script({"s0": "A", "s1": "B", "s2": "C"}, WORKERS, chunks=2)
+    run.all_started(has_arrays=True)
+    for begun in [call for call in run.calls if isinstance(call, SetUp)]:
+        run.told(Started(begun, True))
+    keepers: dict[str, set[str]] = {name: set() for name in run.nodes}
+    for copy in [call for call in run.calls if isinstance(call, KeepState)]:
+        keepers[run.machine.steps.slots[copy.index].server].add(copy.keeper)
+    assert keepers == {"s0": {"s1", "s2"}, "s1": {"s0", "s2"}, "s2": {"s0", "s1"}}
+
+
 def test_an_exception_replaces_a_server_and_the_same_one_again_reaches_the_user() -> None:
     run, error = script(), ZeroDivisionError("an optimizer's own fault")
     run.step("w0")
@@ -199,6 +211,22 @@ def test_an_exception_at_a_later_step_counts_anew() -> None:
         run.started("s1", "B")
         run.taken("s0")
         assert run.taken("s1")[-2:] == [REPORTED, (Ship,)]
+
+
+def test_an_exception_does_not_count_for_the_next_step_of_another_slice() -> None:
+    run = Script(SERVERS, WORKERS, chunks=2)
+    run.all_started()
+    for begun in [call for call in run.calls if isinstance(call, SetUp)]:
+        run.told(Started(begun, False))
+    run.step("w0")
+    first, second = run.machine.steps.slots.of("s1")
+    takes = [call for call in run.calls if isinstance(call, TakeStep) and call.slot is second]
+    run.told(StepTaken(takes[-1], {}, False, ()))
+    for slot in (first, second):  # each of them at its own step, for the first time
+        run.told(ServerRaised("s1", slot, "it raised", OSError("no such file")))
+    assert run.machine.recovery.failure is None
+    with pytest.raises(OSError, match="no such file"):
+        run.told(ServerRaised("s1", second, "it raised", OSError("no such file")))
 
 
 # --- nodes that are lost -------------------------------------------------------------------------

@@ -48,10 +48,23 @@ def test_a_server_leaves_the_only_node_with_workers_if_it_does_not_start_there()
     """Its copies may be on a node that this one cannot fetch from."""
     placement = Placement({"s0": "a"}, lambda: ["a"])
     placement.avoid("s0")
+    assert placement.choose("s0", {"a", "b"}) == "a"  # a second chance
+    placement.avoid("s0")
     assert placement.choose("s0", {"a"}) == "a"
     assert placement.choose("s0", {"a", "b"}) == "b"
+
+
+def test_a_server_that_fails_tries_all_nodes_in_turn_until_it_works() -> None:
+    """Its slices may have copies on two nodes, which only a third one can fetch."""
+    placement = Placement({"s0": "a"}, lambda: ["a", "b"])
+    tried = []
+    for _ in range(8):
+        placement.avoid("s0")
+        tried.append(placement.choose("s0", "abc"))
+    assert tried == [*"bbacccab"]
+    placement.works("s0")
     placement.avoid("s0")
-    assert placement.choose("s0", {"a", "b"}) == "a"
+    assert placement.choose("s0", "abc") == "a"
 
 
 def test_a_server_goes_where_all_workers_can_be_reached() -> None:

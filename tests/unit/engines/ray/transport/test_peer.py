@@ -185,16 +185,36 @@ def test_a_fetch_that_was_given_up_is_not_sent(peers: Callable[[], Peer]) -> Non
     assert 1 not in asker._inbox._arrived
 
 
-def test_a_queued_object_is_taken_back_unless_it_is_begun() -> None:
+def linked() -> tuple[Link, Link]:
+    """Return both ends of a connection, which have proved themselves."""
     ours, theirs = socket.socketpair()
     link = Link(ours, SECRET, (HOST, 1), lambda *told: None)
     other = Link(theirs, SECRET, None, lambda *told: None)
-    for _ in range(4):  # both prove themselves
+    for _ in range(4):
         for each in (link, other):
             each.write()
         for each in (link, other):
             each.read()
     assert link.opened and other.opened
+    return link, other
+
+
+def test_a_message_that_has_begun_does_not_hold_up_a_more_urgent_one() -> None:
+    """Another connection with messages of an order between them would go first for as long."""
+    link, other = linked()
+    link.send(encode(1, vector(10**7), 9))
+    link.write()
+    assert link._begun and link.order == 9
+    link.send(encode(2, vector(), 3))
+    assert link.order == 3
+    link.take_back(2)
+    assert link.order == 9
+    for each in (link, other):
+        each.close()
+
+
+def test_a_queued_object_is_taken_back_unless_it_is_begun() -> None:
+    link, other = linked()
     large = encode(1, vector(10**7))
     link.send(large)
     link.send(encode(2, vector(10**6)))
