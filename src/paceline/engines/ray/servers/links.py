@@ -74,15 +74,41 @@ def _length(slots: Collection[Slot]) -> int:
     return max(sum(slot.span[1] - slot.span[0] for slot in slots), 1)
 
 
+def _pays(
+    slow: str,
+    sources: Sequence[str],
+    slots: Collection[Slot],
+    node: Callable[[Slot], str],
+    workers: Collection[str],
+) -> bool:
+    """Return whether steps are faster if the servers behind a slow link are left out.
+
+    Not if a step waits for all workers, and so for that node's. Its link then carries a whole
+    result, and after it a whole model. With a part f of the model there, among n nodes, it carries
+    the larger of 1 - f and (n - 1) f of both, since it sends and receives at the same time.
+    """
+    if slow not in sources or not {*workers} <= {*sources}:
+        return True
+    here = _length([slot for slot in slots if node(slot) == slow])
+    return (len({*sources}) - 1) * here > _length(slots)
+
+
 class Links:
     """Counts steps with slow links, and decides which server is left out or taken back."""
 
     def __init__(self) -> None:
         self.left_out: dict[str, LeftOut] = {}
 
-    def watch(self, step: Step, slots: Collection[Slot], node: Callable[[Slot], str]) -> str | None:
+    def watch(
+        self,
+        step: Step,
+        slots: Collection[Slot],
+        node: Callable[[Slot], str],
+        workers: Collection[str],
+    ) -> str | None:
         """Count for each server the steps in a row in which its node's link was slow.
 
+        workers: the nodes that have any.
         Return a server whose link made this step seconds longer, if there is one.
         A result has arrived at a server with its last slice. The times of a server with fewer
         values are scaled to those of the one with most.
@@ -100,12 +126,16 @@ class Links:
                 last = [scale * max(each) for each in zip(*seconds, strict=True)]
                 arrivals.append((node(mine[0]), last))
         slow = slow_nodes(sources, arrivals)
+        slow = {
+            n: is_slow and _pays(n, sources, slots, node, workers) for n, is_slow in slow.items()
+        }
         severe = slow_nodes(sources, arrivals, SEVERE_SECONDS) if any(slow.values()) else {}
         for slot in slots:
             if (is_slow := slow.get(node(slot))) is not None:
                 count = SLOW_STEPS if severe.get(node(slot)) else 1
                 slot.slow = slot.slow + count if is_slow else 0
-        return next((slot.server for slot in slots if severe.get(node(slot))), None)
+        at_once = (s.server for s in slots if slow.get(node(s)) and severe.get(node(s)))
+        return next(at_once, None)
 
     def slow(self, slots: Collection[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long."""

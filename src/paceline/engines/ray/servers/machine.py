@@ -211,7 +211,8 @@ class Machine:
         if (step := self.steps.to_report()) is None:
             return
         if not step.overtaken:  # what servers fetched again took longer
-            slow = self.links.watch(step, self.steps.slots, self.steps.slots.node)
+            slots, nodes = self.steps.slots, self._fleet.worker_nodes()
+            slow = self.links.watch(step, slots, slots.node, nodes)
             if slow is not None and self._take_over(slow, "its link is slow"):
                 return
         self.steps.report(step)

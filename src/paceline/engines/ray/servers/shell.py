@@ -66,6 +66,7 @@ from paceline.engines.ray.servers.processes import Processes, RayFleet
 from paceline.engines.ray.servers.server import Unusable
 from paceline.engines.ray.servers.slices import Kept, Pieces, Version
 from paceline.engines.ray.servers.slots import Copies
+from paceline.engines.ray.servers.steps import LAG
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server
@@ -118,6 +119,7 @@ class Shell:
         self._pool, self._calls = processes.servers, processes.calls
         self._workers, self._timeout = processes.workers, processes.timeout
         self._transport = processes.transport
+        self._lag = 0 if codecs[1] is None else LAG
         self.transfers = Transfers(processes.workers, processes.calls)
         self._machine: Callable[[], Machine | None] = lambda: None
 
@@ -210,13 +212,13 @@ class Shell:
                     *(part.ref for part in copy.parts),
                 )
             case TakeStep(_, version, step=step, pieces=pieces):
-                made = member, version, call.values, call.state
+                made = member, version, self._lag, call.values, call.state
                 order = self._order(pieces)
                 done = self._transport.publish(*made, "step", version, order, step.lr_scale, slot)
             case Reduce(_, version, pieces=pieces):
                 done = actor.reduce.remote(version, self._order(pieces), slot)
             case Apply(_, version, totals, step=step):
-                made = member, version, call.values, call.state
+                made = member, version, self._lag, call.values, call.state
                 done = self._transport.publish(*made, "apply", version, totals, step.lr_scale, slot)
         self._await(call, member, done, timeout)
 

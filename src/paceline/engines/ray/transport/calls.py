@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # which imports this module
 
 
 _keys = itertools.count()  # of all jobs: objects of the one before are released during the next
-_LAST = 2**62  # the order of copies of the optimizer's state: nobody waits for them yet
+_KINDS = 3  # in the order of need: results that lead to a version, its slices, copies of its state
 
 
 class Transport(Protocol):
@@ -45,12 +45,20 @@ class Transport(Protocol):
         """
 
     def publish(
-        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+        self,
+        member: Member,
+        version: int,
+        lag: int,
+        values: Object,
+        state: Object,
+        method: str,
+        *given: Any,
     ) -> Any:
         """Call a method whose second and third value outlive the process; return the reference of
         the first.
 
         version: of the model that the call makes.
+        lag: steps that may follow before the state must have arrived elsewhere.
         """
 
     def unreachable(self, workers: Iterable[Member], servers: Iterable[Member]) -> list[Any]:
@@ -80,7 +88,14 @@ class Stores:
         return first, rest
 
     def publish(
-        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+        self,
+        member: Member,
+        version: int,
+        lag: int,
+        values: Object,
+        state: Object,
+        method: str,
+        *given: Any,
     ) -> Any:
         first, (values.ref, state.ref) = self.call(member, version, (), False, method, 2, *given)
         return first
@@ -107,16 +122,23 @@ class Direct:
         addresses = [None if m.place is None else m.place.address for m in to]
         pushed: list[deque[int] | None] = [m.released for m in to] or [None] * count
         refs = [self._owned(member, other) for other in pushed]
-        orders = [2 * version] * count  # before the model that they lead to
+        orders = [_KINDS * version] * count
         order = method, [ref.key for ref in refs], orders, _taken(member), addresses, waits
         return member.actor.holding.remote(order, *given), refs
 
     def publish(
-        self, member: Member, version: int, values: Object, state: Object, method: str, *given: Any
+        self,
+        member: Member,
+        version: int,
+        lag: int,
+        values: Object,
+        state: Object,
+        method: str,
+        *given: Any,
     ) -> Any:
         values.held, state.held = self._owned(member), self._owned(member)
-        keys, orders = [values.held.key, state.held.key], [2 * version + 1, _LAST]
-        order = method, keys, orders, _taken(member), (), False
+        orders = [_KINDS * version + 1, _KINDS * (version + lag) + 2]
+        order = method, [values.held.key, state.held.key], orders, _taken(member), (), False
         first, values.ref, state.ref = member.actor.publishing.options(num_returns=3).remote(
             order, *given
         )

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -56,6 +57,9 @@ def test_one_slow_node_of_four_is_found() -> None:
     assert slow_nodes(nodes, arrivals) == {"a": False, "b": False, "c": True, "d": False}
 
 
+NODES = [f"n{i}" for i in range(64)]  # more have workers than have results in the step
+
+
 def step_of(count: int) -> tuple[list[Slot], Step]:
     """So many slices and a step of as many results, all on nodes of their own."""
     spans = Layout(4 * count - 2).spans(count)
@@ -86,8 +90,27 @@ def test_a_slow_link_is_found_though_the_first_slice_is_shorter() -> None:
         length = slot.span[1] - slot.span[0]
         rates = [0.1 if "n3" in (f"n{slot.index}", r.node) else 1.0 for r in step.results]
         step.done[slot.index] = [0.01 * length / rate for rate in rates]
-    Links().watch(step, slots, lambda slot: f"n{slot.index}")
+    Links().watch(step, slots, lambda slot: f"n{slot.index}", NODES)
     assert [slot.slow for slot in slots] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("part", "leaves"), [(0.2, False), (0.3, False), (0.4, True), (0.9, True)])
+def test_a_large_part_of_the_model_behind_a_slow_link_leaves_it_in_any_case(
+    part: float, leaves: bool
+) -> None:
+    """Among 4 nodes whose workers are all awaited: from a third of the model on."""
+    _, step = step_of(4)
+    bounds = [0, *(int(1000 * (1 - part) * i / 3) for i in (1, 2, 3)), 1000]
+    slots = [
+        Slot(i, (a, b), f"s{i}", Copy(0, [(a, b)], [])) for i, (a, b) in enumerate(pairwise(bounds))
+    ]
+    for slot in slots:
+        step.done[slot.index] = [
+            (slot.span[1] - slot.span[0]) * (0.01 if "n3" in (f"n{slot.index}", r.node) else 0.001)
+            for r in step.results
+        ]
+    Links().watch(step, slots, lambda slot: f"n{slot.index}", NODES[:4])
+    assert [bool(slot.slow) for slot in slots] == [False, False, False, leaves]
 
 
 def test_a_slow_worker_among_the_first_results_is_found_by_when_they_were_ready() -> None:
@@ -103,7 +126,7 @@ def test_a_slow_worker_among_the_first_results_is_found_by_when_they_were_ready(
             for result, at in zip(step.results, answers, strict=True)
         ]
         step.done[slot.index] = step.arrivals(slot.index, [at - step.began for at in arrived])
-    Links().watch(step, slots, lambda slot: f"n{slot.index}")
+    Links().watch(step, slots, lambda slot: f"n{slot.index}", NODES)
     assert [slot.slow for slot in slots] == [0, 0, 0, 2]  # at once: seconds longer
     step.results[0].pushed = False
     assert step.arrivals(0, [0.25, 0.1, 0.1, 0.1])[0] == 0.25
@@ -115,7 +138,7 @@ def spent(count: int) -> float:
 
     def once() -> float:
         begin = time.process_time()
-        Links().watch(step, slots, lambda slot: f"n{slot.index}")
+        Links().watch(step, slots, lambda slot: f"n{slot.index}", NODES)
         for slot in slots:
             pieces_of(step, slot)
         return time.process_time() - begin

@@ -377,16 +377,20 @@ def test_a_result_whose_model_is_gone_ends_the_run() -> None:
 THREE, WORKERS_OF_THREE = {"s0": "A", "s1": "B", "s2": "C"}, {"w0": "A", "w1": "B", "w2": "C"}
 
 
-def seconds_to(node: str, slow: str | None) -> list[float]:
-    """Return the seconds from nodes A, B and C to another, of which one has a slow link."""
-    return [1.0 if slow in (node, other) and node != other else 0.1 for other in "ABC"]
+AWAITED = "w0", "w1"  # where leaving out a server pays: node C has a worker that is not awaited
+
+
+def seconds_to(run: Script, node: str, slow: str | None, longer: float = 1.0) -> list[float]:
+    """Return the seconds of each result to a node, with one slow link."""
+    nodes = [result.node for result in run.machine.steps.history.log[-1].results]
+    return [longer if slow in (node, other) and node != other else 0.1 for other in nodes]
 
 
 def finish(run: Script, slow: str | None = None) -> list[Asked]:
     """Have all servers take their step; return what the last one leads to."""
     calls: list[Asked] = []
     for slot in list(run.machine.steps.slots):
-        calls = run.taken(slot.server, seconds_to(run.nodes[slot.server], slow))
+        calls = run.taken(slot.server, seconds_to(run, run.nodes[slot.server], slow))
     return calls
 
 
@@ -395,14 +399,14 @@ def with_slow_link(node: str) -> Script:
     run = Script(THREE, WORKERS_OF_THREE)
     run.all_started()
     for _ in range(2):
-        run.step(*WORKERS_OF_THREE)
+        run.step(*AWAITED)
         assert finish(run, node)[-2:] == [REPORTED, (Ship,)]
     return run
 
 
 def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
     run = with_slow_link("C")
-    assert run.step(*WORKERS_OF_THREE) == [
+    assert run.step(*AWAITED) == [
         (SetUp, "s0", 2, (0, 3)),
         (SetUp, "s1", 2, (3, 10)),
         (Remove, "s2"),
@@ -415,11 +419,11 @@ def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
     probe = (Probe, "left out", ways, PROBE_BYTES[0], 0.25)
     for _ in range(3):
         run.now += PROBE_SECONDS
-        assert probe in run.step(*WORKERS_OF_THREE)
+        assert probe in run.step(*AWAITED)
         run.told(Probed(run.last_probe(), {ways[0]: 0.01, ways[1]: 0.01}))
         finish(run)
     # Its process starts beside the steps.
-    assert run.step(*WORKERS_OF_THREE) == [
+    assert run.step(*AWAITED) == [
         (TakeStep, "s0", 7),
         (TakeStep, "s1", 7),
         (Add, "s2"),
@@ -427,7 +431,7 @@ def test_a_server_with_a_slow_link_is_left_out_and_taken_back() -> None:
     ]
     finish(run)
     assert run.told(CameUp("s2")) == []
-    assert run.step(*WORKERS_OF_THREE) == [
+    assert run.step(*AWAITED) == [
         (SetUp, "s0", 7, (0, 2)),
         (SetUp, "s1", 7, (2, 6)),
         (SetUp, "s2", 7, (6, 10)),
@@ -568,13 +572,13 @@ def test_servers_stay_if_all_nodes_leave() -> None:
 
 def test_a_left_out_server_returns_elsewhere_if_its_node_leaves() -> None:
     run = with_slow_link("C")
-    run.step(*WORKERS_OF_THREE)
+    run.step(*AWAITED)
     run.started("s0")
     run.started("s1")
     finish(run)
     run.machine.leave({"C"})
     run.worker_of["w2"] = "D"
-    assert (Add, "s2") in run.step(*WORKERS_OF_THREE)
+    assert (Add, "s2") in run.step(*AWAITED)
 
 
 def test_results_count_as_in_use_until_their_step_is_taken() -> None:
@@ -614,7 +618,7 @@ def test_one_slow_step_leaves_no_server_out() -> None:
     run = Script(THREE, WORKERS_OF_THREE)
     run.all_started()
     for slow in ("C", None, "C", None):
-        assert (Remove, "s2") not in run.step(*WORKERS_OF_THREE)
+        assert (Remove, "s2") not in run.step(*AWAITED)
         finish(run, slow)
 
 
@@ -624,14 +628,12 @@ def with_a_severe_link(*workers: str) -> tuple[Script, list[Asked]]:
     run.all_started()
     run.step(*workers)
     for server, node in THREE.items():
-        nodes = [WORKERS_OF_THREE[each] for each in workers]
-        seconds = [2.5 if "C" in (node, other) and node != other else 0.1 for other in nodes]
-        calls = run.taken(server, seconds)
+        calls = run.taken(server, seconds_to(run, node, "C", 2.5))
     return run, calls
 
 
 def test_a_server_behind_a_link_slow_by_seconds_gives_its_slice_away_before_the_report() -> None:
-    run, calls = with_a_severe_link("w0", "w1", "w2")
+    run, calls = with_a_severe_link(*AWAITED)
     assert [call[:2] for call in calls[1:]] == [
         (ReadHeld, "w1"),
         (SetUp, "s0"),
@@ -640,7 +642,7 @@ def test_a_server_behind_a_link_slow_by_seconds_gives_its_slice_away_before_the_
     ]
     assert run.started("s0") == [(TakeStep, "s0", 1), (Ship,)]
     # It waited for the step to be taken once, which is no fault of its own link.
-    reported = run.taken("s0", [2.6, 2.5, 2.5])
+    reported = run.taken("s0", [2.6, 2.5])
     assert [call[0] for call in reported] == [Trust, Report, Ship]
     calls = run.step("w0", "w1")
     assert [call[:3] for call in calls[:2]] == [(SetUp, "s0", 1), (SetUp, "s1", 1)]
@@ -650,13 +652,24 @@ def test_a_server_behind_a_link_slow_by_seconds_gives_its_slice_away_before_the_
 def test_without_the_values_elsewhere_it_is_left_out_before_the_next_step() -> None:
     run = Script(THREE, WORKERS_OF_THREE)
     run.all_started()
-    run.step(*WORKERS_OF_THREE)
+    run.step(*AWAITED)
     del run.worker_of["w0"], run.worker_of["w1"]
     for server, node in THREE.items():
-        seconds = [2.5 if "C" in (node, other) and node != other else 0.1 for other in "ABC"]
-        calls = run.taken(server, seconds)
+        calls = run.taken(server, seconds_to(run, node, "C", 2.5))
     assert [call[0] for call in calls] == [Trust, Report, Ship]
     assert (Remove, "s2") in run.step("w2")
+
+
+@pytest.mark.parametrize("longer", [1.0, 2.5])
+def test_no_server_is_left_out_if_its_worker_is_awaited_anyway(longer: float) -> None:
+    """The link would carry a whole result and then a whole model: more than with the server."""
+    run = Script(THREE, WORKERS_OF_THREE)
+    run.all_started()
+    for _ in range(4):
+        assert not any(call[0] is Remove for call in run.step(*WORKERS_OF_THREE))
+        for server, node in THREE.items():
+            calls = run.taken(server, seconds_to(run, node, "C", longer))
+        assert calls[-2:] == [REPORTED, (Ship,)]
 
 
 def test_an_answer_of_the_cut_before_is_not_used() -> None:
@@ -664,7 +677,7 @@ def test_an_answer_of_the_cut_before_is_not_used() -> None:
     run = with_slow_link("C")
     run.told(ServerLost("s0", "its process died"))
     before = run.last(SetUp, "s0")
-    run.step(*WORKERS_OF_THREE)
+    run.step(*AWAITED)
     assert run.told(Started(before, False)) == []
     assert run.told(CopyLost(before, OSError("it is lost"))) == []
     assert run.told(ServerRaised("s0", before.slot, "it raised", OSError("it raised"))) == []
@@ -674,10 +687,10 @@ def test_an_answer_of_the_cut_before_is_not_used() -> None:
 def test_a_server_whose_step_is_followed_by_a_new_cut_is_not_fed_for_its_former_slice() -> None:
     run = Script(THREE, WORKERS_OF_THREE)
     run.all_started()
-    run.step(*WORKERS_OF_THREE)
+    run.step("w0", "w2")
     finish(run, "B")
-    run.step(*WORKERS_OF_THREE)
-    run.step(*WORKERS_OF_THREE)  # waits for the one before
+    run.step("w0", "w2")
+    run.step("w0", "w2")  # waits for the one before
     assert finish(run, "B")[2:] == [
         (SetUp, "s0", 2, (0, 3)),
         (SetUp, "s2", 2, (3, 10)),
