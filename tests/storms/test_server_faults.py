@@ -222,7 +222,7 @@ def test_runs_hold_in_storms_in_which_slices_are_often_taken_over(
         taken[done] += 1
         return done
 
-    def often(self: Links, step: Step, slots: Sequence[Slot], node: Any) -> str | None:
+    def often(self: Links, step: Step, slots: Sequence[Slot], *given: Any) -> str | None:
         rng = random.Random(step.version)
         return rng.choice(slots).server if rng.random() < 0.3 else None
 
