@@ -139,7 +139,8 @@ class Machine:
         """Make the calls that an event leads to."""
         match event:
             case ServerLost(server, why):
-                self.recovery.lose(server, why)
+                if self.recovery.lose(server, why):
+                    self.moves.left(server)
             case ServerRaised(slot=slot):
                 if slot in self.steps.slots:
                     self.recovery.raised(event)

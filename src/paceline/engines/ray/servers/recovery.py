@@ -5,7 +5,8 @@ then the version is not whole, so that no step is ever half taken. Two cases dif
 process is lost, the next one starts from the newest slice and state. Both are in its node's store
 and belong to the driver. If the node is lost, a worker elsewhere holds the slice from its last
 task, and a server elsewhere keeps the optimizer's state. Workers that get rounded values only hold
-nothing: the exact values are then a part of the state.
+nothing: the exact values are then a part of the state. Another server that is up then takes the
+slice at once, and the lost one returns on a node without one.
 
 A server that is late with a step, which all others have taken, gives its slice to a server on
 another node. That one starts it from the same copies as after the loss of a node.
@@ -16,7 +17,7 @@ optimizer itself is at fault, and the exception reaches the user.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -124,14 +125,25 @@ class Recovery:
                 steps.taken_before(step, slot)  # it starts from a copy that has the step
         steps.feed(slot)
 
-    def lose(self, server: str, why: str) -> None:
-        """Replace a lost server, and recover its slice."""
+    def lose(self, server: str, why: str) -> bool:
+        """Recover the slices of a lost server.
+
+        With its node, other servers that are up take them at once. Otherwise its process is
+        replaced: the copies are on that node. Return whether others have taken them.
+        """
         logger.warning("server %s is lost: %s", server, why)
         steps, slots = self._steps, self._steps.slots.of(server)
         if not self._fleet.joined(server) or any(s.index in steps.slots.starting for s in slots):
             self._placement.avoid(server)
         steps.slots.starting.update(slot.index for slot in slots)
         steps.keep_elsewhere(server)  # states that it kept are gone; the originals are not
+        if others := self._others(server, slots):
+            self._hand_over(slots, others)
+            self._do(Remove(server))
+            self._placement.release(server)
+            for slot in slots:
+                self.recover(slot)
+            return True
         self._do(Replace(server))
         if not self._fleet.has(server):
             cut = self._placement.cut
@@ -144,6 +156,34 @@ class Recovery:
             )
         for slot in slots:
             self.recover(slot)
+        return False
+
+    def _others(self, lost: str, slots: Collection[Slot]) -> list[str]:
+        """Return the servers that can take the slices of one that is lost with its node."""
+        alive, fleet, starting = {*self._fleet.alive()}, self._fleet, self._steps.slots.starting
+        copies = {slot.newest.node for slot in slots if slot.newest.node is not None}
+        nodes = {fleet.node(lost)} if fleet.node(lost) else copies
+        if not nodes or nodes & alive:
+            return []
+        return [
+            each
+            for each in self._steps.slots.servers
+            if each != lost
+            and fleet.joined(each)
+            and fleet.node(each) in alive
+            and not any(slot.index in starting for slot in self._steps.slots.of(each))
+        ]
+
+    def _hand_over(self, slots: Sequence[Slot], others: Sequence[str]) -> None:
+        """Give slices to other servers, if possible to those that keep their states."""
+        for i, slot in enumerate(slots):
+            keeping = [
+                server
+                for server in others
+                if any(is_with(state, server) for state in slot.states.values())
+            ]
+            slot.server = (keeping or others)[i % len(keeping or others)]
+            slot.held, slot.keeper, slot.raised, slot.slow = -1, None, -1, 0
 
     def overtake(self, late: str, why: str) -> bool:
         """Have servers of other nodes take the newest step in place of one that is late.
@@ -167,14 +207,11 @@ class Recovery:
             "server %s is late with step %d (%s): others take it in its place",
             *(late, step.version, why),
         )
-        for i, slot in enumerate(slots):
-            copy = self._copy_elsewhere(slot, holders[slot.index])
+        copies = [self._copy_elsewhere(slot, holders[slot.index]) for slot in slots]
+        self._hand_over(slots, list(dict.fromkeys(each.server for each in others)))
+        for slot, copy in zip(slots, copies, strict=True):
             assert copy is not None
-            state, copy = slot.states[copy.version], replace(copy, other=slot.newest)
-            keeping = [each.server for each in others if is_with(state, each.server)]
-            slot.server = keeping[0] if keeping else others[i % len(others)].server
-            slot.held, slot.keeper, slot.raised, slot.slow = -1, None, -1, 0
-            self._start_from(slot, copy)
+            self._start_from(slot, replace(copy, other=slot.newest))
         self._do(Remove(late))
         self._placement.release(late)
         for slot in slots:  # until the other server is about to make it

@@ -248,15 +248,15 @@ def two_steps(last_is_kept: bool = True) -> Script:
 
 def test_a_slice_lost_with_its_node_comes_from_a_worker_and_a_keeper() -> None:
     run = two_steps()
-    assert run.told(ServerLost("s1", "its node died")) == [(Replace, "s1"), (AskHeld, "s1")]
+    assert run.told(ServerLost("s1", "its node died")) == [(Remove, "s1"), (AskHeld, "s0")]
     assert not run.machine.steps.model.whole
-    assert run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0, 1]})) == [
+    assert run.told(HeldTold(run.last(AskHeld, "s0"), {"w0": [0, 1]})) == [
         (GiveState, "s0", 1, 1),
         (ReadHeld, "w0", 1, (2, 6)),
-        (SetUp, "s1", 1, (2, 6)),
+        (SetUp, "s0", 1, (2, 6)),
     ]
-    assert run.started("s1", "A") == [(TakeStep, "s1", 2), (Ship,)]
-    assert run.taken("s1") == [(Trust, "s1"), (Ship,)]  # the step was reported before
+    assert run.started("s0", "A") == [(TakeStep, "s0", 2), (Ship,)]
+    assert run.taken("s0") == [(Trust, "s0"), (Ship,)]  # the step was reported before
     assert run.machine.steps.model.whole
 
 
@@ -264,25 +264,45 @@ def test_a_step_waits_until_all_slices_of_the_version_before_are_recovered() -> 
     run = two_steps()
     run.told(ServerLost("s1", "its node died"))
     assert run.step("w0") == []
-    run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1]}))
-    run.started("s1", "A")
-    steps = [(TakeStep, "s0", 3), (TakeStep, "s1", 3)]
-    assert run.taken("s1") == [(Trust, "s1"), *steps, (Ship,), (Ship,)]
+    run.told(HeldTold(run.last(AskHeld, "s0"), {"w0": [1]}))
+    run.started("s0", "A")
+    assert run.taken("s0") == [(Trust, "s0"), (SetUp, "s0", 2, (0, 6)), (Ship,), (Ship,)]
+    assert run.started("s0", "A")[0] == (TakeStep, "s0", 3)
 
 
 @pytest.mark.parametrize(("is_kept", "version"), [(True, 2), (False, 1)])
 def test_a_slice_is_recovered_at_a_version_whose_state_is_kept(is_kept: bool, version: int) -> None:
     run = two_steps(is_kept)
     run.told(ServerLost("s1", "its node died"))
-    calls = run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [1, 2], "w1": [1]}))
-    assert calls[-1] == (SetUp, "s1", version, (2, 6))
+    calls = run.told(HeldTold(run.last(AskHeld, "s0"), {"w0": [1, 2], "w1": [1]}))
+    assert calls[-1] == (SetUp, "s0", version, (2, 6))
 
 
 def test_a_slice_that_no_worker_holds_is_lost_for_good() -> None:
     run = two_steps()
     run.told(ServerLost("s1", "its node died"))
     with pytest.raises(ServersLost, match="no other node has a version of its slice from 1 on"):
-        run.told(HeldTold(run.last(AskHeld, "s1"), {"w0": [0]}))
+        run.told(HeldTold(run.last(AskHeld, "s0"), {"w0": [0]}))
+
+
+def test_a_server_that_is_lost_with_its_node_returns_where_there_is_none() -> None:
+    run = two_steps()
+    run.told(ServerLost("s1", "its node died"))
+    run.told(HeldTold(run.last(AskHeld, "s0"), {"w0": [2]}))
+    run.started("s0", "A")
+    assert run.step("w0") == [(SetUp, "s0", 2, (0, 6)), (Ship,)]
+    run.started("s0", "A")
+    run.taken("s0")
+    assert (Add, "s1") not in run.step("w0")
+    run.taken("s0")
+    run.worker_of["w2"] = "C"  # another machine has come
+    assert (Add, "s1") in run.step("w0")
+
+
+def test_without_another_server_that_is_up_the_process_is_replaced() -> None:
+    run = two_steps()
+    run.told(ServerLost("s0", "its process died"))
+    assert (Replace, "s1") in run.told(ServerLost("s1", "its node died"))
 
 
 def test_a_node_lost_while_its_server_is_idle_is_noticed_when_a_worker_misses_the_model() -> None:

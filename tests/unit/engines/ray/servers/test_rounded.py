@@ -132,12 +132,12 @@ def test_a_slice_lost_with_its_node_comes_from_a_keeper_and_never_from_workers()
             run.kept(1)
     run.lost.add("B")
     calls = run.told(ServerLost("s1", "its node died"))
-    assert calls[-2:] == [(GiveState, "s0", 1, LAG), (SetUp, "s1", LAG, (2, 6))]
-    assert len(run.last(SetUp, "s1").copy.parts) == 1
+    assert calls[-2:] == [(GiveState, "s0", 1, LAG), (SetUp, "s0", LAG, (2, 6))]
+    assert len(run.last(SetUp, "s0").copy.parts) == 1
     assert not run.machine.steps.model.whole
-    assert (TakeStep, "s1", LAG + 1) in run.started("s1", "A", has_arrays=True)
-    assert (TakeStep, "s1", LAG + 2) in run.taken("s1", has_arrays=True)
-    assert (Ship,) in run.taken("s1", has_arrays=True)
+    assert (TakeStep, "s0", LAG + 1) in run.started("s0", "A", has_arrays=True)
+    assert (TakeStep, "s0", LAG + 2) in run.taken("s0", has_arrays=True)
+    assert (Ship,) in run.taken("s0", has_arrays=True)
     assert run.machine.steps.model.whole
 
 
