@@ -376,7 +376,7 @@ def test_a_rounded_model_has_the_same_bits_after_a_lost_server_and_a_lost_node(
     rescued, rescue = [], Recovery._rescue
 
     def noted(self: Recovery, slot: Slot) -> None:
-        rescued.append(slot.server)
+        rescued.append(slot.index)
         rescue(self, slot)
 
     monkeypatch.setattr(Recovery, "_rescue", noted)
@@ -399,7 +399,7 @@ def test_a_rounded_model_has_the_same_bits_after_a_lost_server_and_a_lost_node(
         }
         rescued.clear()
         train(engine, 40, actions, learner, down=pl.codecs.BFloat16())
-        assert rescued
+        assert 2 in rescued  # the slice of s2, on whichever server
 
 
 def test_rounded_models_hold_in_storms(tmp_path: Path) -> None:

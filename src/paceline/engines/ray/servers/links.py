@@ -18,7 +18,8 @@ SLOW_STEPS = 2
 """Steps in a row with a slow link, after which a server is left out. One step is enough if every
 transfer took longer by SEVERE_SECONDS, which is about what it costs to cut the model anew."""
 SEVERE_SECONDS = 2.0
-WORTH = 0.8  # of a slow link's bytes, at most, for which its servers stay
+STAYS = 0.8
+"""A server stays behind a slow link if this much of the link's bytes, or less, are left with it."""
 # A left-out server returns after GOOD_PROBES good probes of its node's link in a row. A probe is
 # good if it exceeds the usual time by less than half of what counts as slow. Each time that the
 # server is left out again, the interval between probes doubles.
@@ -84,16 +85,16 @@ def _pays(
 ) -> bool:
     """Return whether steps are faster if the servers behind a slow link are left out.
 
-    Hardly if a step waits for all workers, and so for that node's. Its link then carries a whole
-    result, and after it a whole model. With a part f of the model there, among n nodes, it carries
-    the larger of 1 - f and (n - 1) f of both, since it sends and receives at the same time. Copies
-    of the optimizer's state take up what that saves.
+    They are not if a step waits for all workers, and so for that node's. Without a server there,
+    the link carries a whole result, and after it a whole model. With a part f of the model there,
+    among n nodes, it carries the larger of 1 - f and (n - 1) f of both, since it sends and receives
+    at the same time. Copies of the optimizer's state take up what that saves.
     """
     copies = any(isinstance(state, Kept) for slot in slots for state in slot.states.values())
     if copies or slow not in sources or not {*workers} <= {*sources}:
         return True
     part = _length([slot for slot in slots if node(slot) == slow]) / _length(slots)
-    return max(1 - part, (len({*sources}) - 1) * part) > WORTH
+    return max(1 - part, (len({*sources}) - 1) * part) > STAYS
 
 
 class Links:

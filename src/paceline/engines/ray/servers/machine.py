@@ -139,8 +139,10 @@ class Machine:
         """Make the calls that an event leads to."""
         match event:
             case ServerLost(server, why):
-                if self.recovery.lose(server, why):
+                if self.recovery.lose_with_node(server, why):
                     self.moves.left(server)
+                else:
+                    self.recovery.lose(server, why)
             case ServerRaised(slot=slot):
                 if slot in self.steps.slots:
                     self.recovery.raised(event)

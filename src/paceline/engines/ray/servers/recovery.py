@@ -125,25 +125,30 @@ class Recovery:
                 steps.taken_before(step, slot)  # it starts from a copy that has the step
         steps.feed(slot)
 
-    def lose(self, server: str, why: str) -> bool:
-        """Recover the slices of a lost server.
+    def lose_with_node(self, server: str, why: str) -> bool:
+        """Have servers that are up take the slices of one that is lost with its node.
 
-        With its node, other servers that are up take them at once. Otherwise its process is
-        replaced: the copies are on that node. Return whether others have taken them.
+        Return whether there are any. A new process would have to fetch the same copies.
         """
-        logger.warning("server %s is lost: %s", server, why)
-        steps, slots = self._steps, self._steps.slots.of(server)
-        if not self._fleet.joined(server) or any(s.index in steps.slots.starting for s in slots):
-            self._placement.avoid(server)
-        steps.slots.starting.update(slot.index for slot in slots)
-        steps.keep_elsewhere(server)  # states that it kept are gone; the originals are not
+        slots = self._steps.slots.of(server)
         if others := self._others(server, slots):
+            logger.warning("server %s is lost: %s; others take its slices", server, why)
+            self._let_go(server, slots)
             self._hand_over(slots, others)
             self._do(Remove(server))
             self._placement.release(server)
             for slot in slots:
                 self.recover(slot)
-            return True
+        return bool(others)
+
+    def lose(self, server: str, why: str, raised: bool = False) -> None:
+        """Replace a lost server, and recover its slices; raised: it starts on another node."""
+        logger.warning("server %s is lost: %s", server, why)
+        steps, slots = self._steps, self._steps.slots.of(server)
+        is_up = self._fleet.joined(server) and not {s.index for s in slots} & steps.slots.starting
+        if raised or not is_up:
+            self._placement.avoid(server)
+        self._let_go(server, slots)
         self._do(Replace(server))
         if not self._fleet.has(server):
             cut = self._placement.cut
@@ -156,7 +161,11 @@ class Recovery:
             )
         for slot in slots:
             self.recover(slot)
-        return False
+
+    def _let_go(self, server: str, slots: Sequence[Slot]) -> None:
+        """Note that a server has neither its slices nor the states that it kept for others."""
+        self._steps.slots.starting.update(slot.index for slot in slots)
+        self._steps.keep_elsewhere(server)  # the originals are not gone
 
     def _others(self, lost: str, slots: Collection[Slot]) -> list[str]:
         """Return the servers that can take the slices of one that is lost with its node."""
@@ -201,8 +210,7 @@ class Recovery:
         if not others or any(self._newest(slot, holders[slot.index]) is None for slot in slots):
             return False
         step.overtaken = True
-        steps.slots.starting.update(holders)
-        steps.keep_elsewhere(late)
+        self._let_go(late, slots)
         logger.warning(
             "server %s is late with step %d (%s): others take it in its place",
             *(late, step.version, why),
@@ -240,8 +248,7 @@ class Recovery:
         for each in self._steps.slots.of(event.server):
             if each.newest.version == slot.newest.version:  # about to take the same step
                 each.raised = slot.newest.version
-        self._placement.avoid(event.server)
-        self.lose(event.server, event.why)
+        self.lose(event.server, event.why, raised=True)
 
     def lose_cut_off(self, found: Mapping[Way, float]) -> None:
         """Move servers away from nodes that cannot fetch from all worker nodes."""
