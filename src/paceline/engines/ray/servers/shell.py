@@ -68,6 +68,7 @@ from paceline.engines.ray.servers.slices import Kept, Pieces, Version
 from paceline.engines.ray.servers.slots import Copies
 from paceline.engines.ray.servers.steps import LAG
 from paceline.engines.ray.servers.transfers import Transfers, ask_all
+from paceline.engines.ray.transport.calls import Made
 from paceline.engines.ray.worker import Gone, Token
 from paceline.learners.base import Server
 
@@ -212,14 +213,18 @@ class Shell:
                     *(part.ref for part in copy.parts),
                 )
             case TakeStep(_, version, step=step, pieces=pieces):
-                made = member, version, self._lag, call.values, call.state
+                made = Made(version, self._lag, call.values, call.state)
                 order = self._order(pieces)
-                done = self._transport.publish(*made, "step", version, order, step.lr_scale, slot)
+                done = self._transport.publish(
+                    member, made, "step", version, order, step.lr_scale, slot
+                )
             case Reduce(_, version, pieces=pieces):
                 done = actor.reduce.remote(version, self._order(pieces), slot)
             case Apply(_, version, totals, step=step):
-                made = member, version, self._lag, call.values, call.state
-                done = self._transport.publish(*made, "apply", version, totals, step.lr_scale, slot)
+                made = Made(version, self._lag, call.values, call.state)
+                done = self._transport.publish(
+                    member, made, "apply", version, totals, step.lr_scale, slot
+                )
         self._await(call, member, done, timeout)
 
     def _order(self, pieces: Pieces) -> tuple[Any, ...]:

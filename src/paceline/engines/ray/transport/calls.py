@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.engines.ray.transport.refs import Owned
 
@@ -17,6 +17,18 @@ if TYPE_CHECKING:  # which imports this module
 
 _keys = itertools.count()  # of all jobs: objects of the one before are released during the next
 _KINDS = 3  # in the order of need: results that lead to a version, its slices, copies of its state
+
+
+class Made(NamedTuple):
+    """The values and the state of a slice that a call makes.
+
+    lag: steps that may follow before the state must have arrived elsewhere.
+    """
+
+    version: int
+    lag: int
+    values: Object
+    state: Object
 
 
 class Transport(Protocol):
@@ -44,22 +56,9 @@ class Transport(Protocol):
         waits: whether to push them after one of them was asked for, and not as soon as they exist.
         """
 
-    def publish(
-        self,
-        member: Member,
-        version: int,
-        lag: int,
-        values: Object,
-        state: Object,
-        method: str,
-        *given: Any,
-    ) -> Any:
+    def publish(self, member: Member, made: Made, method: str, *given: Any) -> Any:
         """Call a method whose second and third value outlive the process; return the reference of
-        the first.
-
-        version: of the model that the call makes.
-        lag: steps that may follow before the state must have arrived elsewhere.
-        """
+        the first."""
 
     def unreachable(self, workers: Iterable[Member], servers: Iterable[Member]) -> list[Any]:
         """Ask workers whether they reach all servers; return the references of their answers, each
@@ -87,17 +86,9 @@ class Stores:
         first, *rest = getattr(member.actor, method).options(num_returns=1 + count).remote(*given)
         return first, rest
 
-    def publish(
-        self,
-        member: Member,
-        version: int,
-        lag: int,
-        values: Object,
-        state: Object,
-        method: str,
-        *given: Any,
-    ) -> Any:
-        first, (values.ref, state.ref) = self.call(member, version, (), False, method, 2, *given)
+    def publish(self, member: Member, made: Made, method: str, *given: Any) -> Any:
+        first, refs = self.call(member, made.version, (), False, method, 2, *given)
+        made.values.ref, made.state.ref = refs
         return first
 
 
@@ -126,18 +117,10 @@ class Direct:
         order = method, [ref.key for ref in refs], orders, _taken(member), addresses, waits
         return member.actor.holding.remote(order, *given), refs
 
-    def publish(
-        self,
-        member: Member,
-        version: int,
-        lag: int,
-        values: Object,
-        state: Object,
-        method: str,
-        *given: Any,
-    ) -> Any:
+    def publish(self, member: Member, made: Made, method: str, *given: Any) -> Any:
+        values, state = made.values, made.state
         values.held, state.held = self._owned(member), self._owned(member)
-        orders = [_KINDS * version + 1, _KINDS * (version + lag) + 2]
+        orders = [_KINDS * made.version + 1, _KINDS * (made.version + made.lag) + 2]
         order = method, [values.held.key, state.held.key], orders, _taken(member), (), False
         first, values.ref, state.ref = member.actor.publishing.options(num_returns=3).remote(
             order, *given
