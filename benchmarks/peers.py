@@ -256,7 +256,7 @@ def main() -> None:
     arguments.add_argument("--log", help="a file of JSON lines, one for each run")
     arguments.add_argument("--continue", dest="go_on", action="store_true", help="see --log")
     arguments.add_argument("--tune", action="store_true", help="how the rates were chosen")
-    arguments.add_argument("--install", action="store_true", help="the optional arms first, then run")
+    arguments.add_argument("--install", action="store_true", help="optional arms, and then run")
     arguments.add_argument("--venvs", type=Path, default=Path.home() / ".cache/paceline-peers")
     given = arguments.parse_args()
     if given.tune:
