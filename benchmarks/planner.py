@@ -41,7 +41,7 @@ from paceline.planner.search import Look
 from paceline.planner.theory.asynchrony import Asynchrony
 from paceline.planner.theory.kernels import Kernel, erlang, exponential, fixed, uniform
 from paceline.planner.theory.responses import kernel_of
-from tests.oracles.workers import best_workers
+from paceline.planner.theory.workers import best_workers
 
 RATE, STEEP, FLAT = 0.02, 1.0, 0.1
 MOST = 90

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,13 @@ class Run:
 
     def _begun(self) -> float:
         until = time.monotonic() + START
+        limited = -inf
         self._check()
         while not (models := kept(self._folder)):
             self._check()
+            if time.monotonic() > limited + 0.5:  # processes that the order has started
+                self._bed.limit_all(self._family.mark)
+                limited = time.monotonic()
             if time.monotonic() > until:
                 raise RuntimeError(f"no step has begun in {START:g} s")
             time.sleep(0.05)

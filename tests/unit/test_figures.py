@@ -10,6 +10,9 @@ A comment before a table names where its numbers stand:
 A row of the table begins with any text. The numbers of its other cells follow the columns. `ROW` is
 the entry of `rows` for that line, and `-` a number that no run has. A path is a file's name and the
 keys of its `figures`. Code spans do not count. A line of prose is checked as a row.
+
+A table with figures has such a comment, or its section names the command that measures it. The
+comment `<!-- derived: how -->` before a table exempts numbers that are not measured.
 """
 
 from __future__ import annotations
@@ -26,6 +29,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 MARKER = re.compile(r"<!-- figures\nrows: (?P<rows>.*)\ncolumns: (?P<columns>.*)\n-->\n\n?")
 NUMBER = re.compile(r"-?\d+(?:\.(?P<decimals>\d+))?(?:e(?P<power>-?\d+))?")
+TITLE = re.compile(r"#{1,6} ")
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2[ \t]*$", re.M | re.S)
+TABLE = re.compile(r"(?:^[ \t]*\|.*\n?)+", re.M)
+SOURCE = re.compile(r"<!-- (?:figures\n|derived: \S)[^>]*-->\s*\Z")  # directly before a table
+COMMAND = re.compile(r"`(?:python|make|paceline) [^`]+`")
+NAMED = re.compile(r"`[^`]*`|\]\([^)]*\)|arXiv \d+\.\d+|\b\d{4}\.\d{5}\b|<!--.*?-->")
+UNIT = "%|times|points|seconds|s|ms|MB|GB|KB|kB|steps|samples|ranks|hours|minutes|cores?"
+FIGURE = re.compile(rf"\d\.\d|\d ?(?:{UNIT})(?![\w-])|^\W*\d[\d,]*(?!\w)(?!\W+[a-z])")
 Result = dict[str, Any]
 
 
@@ -77,6 +88,39 @@ def wrong(page: str) -> list[str]:
     return found
 
 
+def measured(table: str) -> bool:
+    """Return whether a cell of a table, other than the first of its row, has a figure.
+
+    A figure is a number with decimals or a unit, or a number alone.
+    """
+    rows = [row.strip().strip("|").split("|")[1:] for row in table.splitlines()[2:]]
+    return any(FIGURE.search(NAMED.sub("", cell).strip()) for row in rows for cell in row)
+
+
+def unsourced(page: str) -> list[str]:
+    """Return the first lines of tables that have figures, and neither a comment nor a command.
+
+    A command counts from the last title before the table up to the paragraph after it.
+    """
+    page = FENCE.sub(lambda block: "\n" * block[0].count("\n"), page)
+    found = []
+    for table in TABLE.finditer(page):
+        if not measured(table[0]):
+            continue
+        before, after = page[: table.start()], page[table.end() :].lstrip("\n").split("\n\n")[0]
+        titles = [each.start() for each in re.finditer(rf"^{TITLE.pattern}", before, re.M)]
+        section = before[titles[-1] if titles else 0 :]
+        near = "" if TITLE.match(after) else after
+        if not (SOURCE.search(section) or COMMAND.search(section + table[0] + near)):
+            found.append(table[0].splitlines()[0].strip())
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_table_of_figures_names_its_source(page: Path) -> None:
+    assert not unsourced(page.read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_figures_equal_those_of_the_runs(page: Path) -> None:
     assert not wrong(page.read_text())
@@ -116,3 +160,32 @@ def test_a_changed_figure_is_found(example: str) -> None:
 def test_a_missing_key_is_found(example: str) -> None:
     with pytest.raises(KeyError, match="int8"):
         wrong(example.replace("rows: dense", "rows: int8"))
+
+
+TIMES = "| policy | seconds |\n|---|---|\n| `sync()` | 12.5 |\n"
+SHAPES = "| policy | waits for |\n|---|---|\n| `k_sync(3)` | k results (arXiv 1803.01113) |\n"
+
+
+def test_a_table_without_a_source_is_found() -> None:
+    assert unsourced(f"# Title\n\n{TIMES}") == ["| policy | seconds |"]
+    assert unsourced(f"# By `python run.py`\n\n# Title\n\n{TIMES}\n# By `make bench`\n")
+    assert unsourced(f"# Title\n\n```console\n`python run.py`\n```\n\n{TIMES}")
+    assert unsourced(f"# Title\n\n<!-- derived: how -->\n\n{SHAPES}\n{TIMES}")
+    assert unsourced(f"# Title\n\n<!-- derived: -->\n\n{TIMES}")
+    for cell in ("12", "**1.2** times", "3 %", "about 12 ms", "4 to 7 points", "1,000 ± 20"):
+        assert unsourced(TIMES.replace("12.5", cell)), cell
+
+
+def test_a_command_or_a_comment_is_a_source() -> None:
+    assert not unsourced(f"# By `python run.py --quick`\n\n{TIMES}")
+    assert not unsourced(f"# Title\n\nSeconds (`make bench`):\n\n{TIMES}\n{TIMES}")
+    assert not unsourced(f"# Title\n\n{TIMES}\n`paceline plan` measures it.\n")
+    assert not unsourced(f"# Title\n\n<!-- derived: bytes over bandwidth -->\n\n{TIMES}")
+    assert not unsourced(TIMES.replace("12.5", "`python run.py`: 12.5"))
+
+
+def test_a_table_of_words_needs_no_source(example: str) -> None:
+    assert not unsourced(f"# Title\n\n{SHAPES}")
+    assert not unsourced(f"# Title\n\n```text\n{TIMES}```\n")
+    assert not unsourced(example)
+    assert unsourced(example.replace("<!-- figures", "<!-- other"))

@@ -35,6 +35,11 @@ target_option = click.option("--target", type=float, required=True, help="The lo
     type=_RATE,
     help="A fixed learning rate; by default the plan searches for the best.",
 )
+@click.option(
+    "--local-steps",
+    type=click.IntRange(min=2),
+    help="Plan for tasks of so many local steps only.",
+)
 @json_option
 def plan(
     fleet: Path,
@@ -42,6 +47,7 @@ def plan(
     minimize: Literal["time", "dollars", "bytes"],
     workers: int | None,
     learning_rate: float | None,
+    local_steps: int | None,
     as_json: bool,
 ) -> None:
     """Rank ways to train on FLEET, a file that `paceline profile` wrote."""
@@ -54,12 +60,13 @@ def plan(
             minimize=minimize,
             workers=workers,
             learning_rate=learning_rate,
+            local_steps=local_steps,
             on_progress=part.to,
         )
     if not as_json:
         click.echo(str(found))
         return
-    rows = [{"policy": entry.text, **entry.forecast.about()} for entry in found.entries]
+    rows = [entry.about() for entry in found.entries]
     print_json(
         {
             "target": found.target,

@@ -267,11 +267,16 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The model has reached `version`."""
+    """The model has reached `version`.
+
+    sending: by worker, the seconds from its answer until most servers of the model had its
+        result. It is empty where response times include them.
+    """
 
     version: int
     stats: Stats = field(default_factory=dict)
     figures: Figures = field(default_factory=dict)
+    sending: Mapping[WorkerId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class Schema:
     values: the plain data to save: name in the file -> field of the object. A class with
         `state_dict` and `load_state_dict` converts its values itself, and only the names count.
     parts: the inner objects that have their own state: name in the file -> field.
-    added: values that older files of this version lack. They are saved if they are not empty.
+    added: values that older files of this version lack. They are saved if they are not empty. A
+        class with `load_state_dict` finds them among its values if they were saved.
 
     >>> class Counter:
     ...     schema = Schema("counter", 1, {"count": "_count"})
@@ -134,8 +135,9 @@ def _values(thing: Any, schema: Schema) -> dict[str, Any]:
     if not hasattr(thing, "state_dict"):
         return {name: encode(getattr(thing, of)) for name, of in schema.values.items()}
     state: dict[str, Any] = {n: encode(item) for n, item in thing.state_dict().items()}
-    if not _chooses_names(type(thing)) and set(state) != set(schema.values):
-        differing = ", ".join(sorted(set(state) ^ set(schema.values)))
+    names = set(schema.values) - set(schema.added)
+    if not _chooses_names(type(thing)) and set(state) != names:
+        differing = ", ".join(sorted(set(state) ^ names))
         raise TypeError(
             f"state_dict() of {type(thing).__name__} and its schema differ in {differing}; give "
             "both the same names, and raise the version"

@@ -12,12 +12,18 @@ from paceline.core.protocol import WorkerId
 Most: TypeAlias = int | Mapping[WorkerId, int] | None
 """The samples that fit into a worker's memory: one limit for all, or by worker; None: no limit."""
 
+_KEPT = 0.25
+"""Of the share by speed alone: what a worker keeps, however many fixed seconds it has."""
 _STILL = 1e-9
 _ROUNDING = 1e-9
 
 
 def shares(
-    total: int, speeds: Sequence[float], least: int = 1, max_samples: Sequence[float] | None = None
+    total: int,
+    speeds: Sequence[float],
+    least: int = 1,
+    max_samples: Sequence[float] | None = None,
+    fixed: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Divide a total in proportion to speeds, so that all workers finish at the same time.
 
@@ -25,10 +31,15 @@ def shares(
     difference. The shares add up to the total unless the limits forbid it. The arithmetic uses
     plain floats in a fixed order, so every machine rounds alike.
 
+    fixed: seconds that each worker needs beside its samples. They reduce its share to no less than
+        a quarter of what its speed alone would give, since they are measured less precisely.
+
     >>> shares(22, [1, 1, 2, 2, 4, 4, 4, 4])
     (1, 1, 2, 2, 4, 4, 4, 4)
     >>> shares(16, [1, 1, 2, 4], max_samples=[16, 16, 16, 6])
     (3, 2, 5, 6)
+    >>> shares(100, [10, 10, 10], fixed=[0, 0, 2])  # all take 4 seconds
+    (40, 40, 20)
     """
     upper = (
         [inf] * len(speeds) if max_samples is None else [max(limit, least) for limit in max_samples]
@@ -37,7 +48,13 @@ def shares(
         return (least,) * len(speeds)
     if total >= sum(upper):
         return tuple(int(limit) for limit in upper)
-    exact = _level(total, _above_zero(speeds), least, upper)
+    above, lower = _above_zero(speeds), [float(least)] * len(speeds)
+    waits = [0.0] * len(speeds)
+    if fixed is not None and any(fixed):
+        alone = _level(total, above, lower, upper, waits)
+        lower = [max(least, _KEPT * each) for each in alone]
+        waits = [each * max(speeds) for each in fixed]  # in samples of the fastest
+    exact = _level(total, above, lower, upper, waits)
     whole = [int(each + _ROUNDING) for each in exact]
     fractions = sorted(range(len(whole)), key=lambda i: whole[i] - exact[i])
     for i in [i for i in fractions if whole[i] < upper[i]][: total - sum(whole)]:
@@ -52,27 +69,28 @@ def _above_zero(speeds: Sequence[float]) -> list[float]:
 
 
 def _level(
-    total: int, speeds: list[float], least: int, max_samples: Sequence[float]
+    total: int,
+    speeds: Sequence[float],
+    lower: Sequence[float],
+    upper: Sequence[float],
+    waits: Sequence[float],
 ) -> list[float]:
     """Return each worker's samples at the time when all, within their limits, reach `total`."""
+    workers = list(zip(speeds, lower, upper, waits, strict=True))
 
     def done(seconds: float) -> list[float]:
-        return [
-            min(max(seconds * v, least), limit)
-            for v, limit in zip(speeds, max_samples, strict=True)
-        ]
+        return [min(max((seconds - wait) * v, low), high) for v, low, high, wait in workers]
 
     def amount(seconds: float) -> float:
         return sum(done(seconds))
 
     # Between the times at which a worker reaches a limit, the amount is linear in time.
-    ends = [min(limit, total) for limit in max_samples]
-    corners = sorted({end / v for v, limit in zip(speeds, ends, strict=True)
-                      for end in (0, least, limit)})  # fmt: skip
+    corners = sorted({wait + end / v for v, low, high, wait in workers
+                      for end in (0.0, low, min(high, total))})  # fmt: skip
     after = min(bisect_left(corners, float(total), key=amount), len(corners) - 1)
     before = max(after - 1, 0)
-    low, high = amount(corners[before]), amount(corners[after])
-    part = min(max((total - low) / (high - low), 0.0), 1.0) if high > low else 1.0
+    first, last = amount(corners[before]), amount(corners[after])
+    part = min(max((total - first) / (last - first), 0.0), 1.0) if last > first else 1.0
     return done(corners[before] + part * (corners[after] - corners[before]))
 
 

@@ -84,11 +84,11 @@ def drift(times: Vector, done: Flags) -> tuple[float, float]:
         return 1.0, 0.0
     if is_constant(times, done):
         return 1.0, 0.0
-    found = float(np.mean([_autocorrelation(values[finished]) for values, finished in parts]))
+    found = float(np.mean([autocorrelation(values[finished]) for values, finished in parts]))
     return log_rank(*parts, found), found
 
 
-def _autocorrelation(values: Vector) -> float:
+def autocorrelation(values: Vector) -> float:
     """Return the correlation between the rank of each value and the rank of the next."""
     ranks = np.unique(values, return_inverse=True)[1].astype(np.float64)
     before, after = ranks[:-1], ranks[1:]

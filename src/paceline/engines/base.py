@@ -33,6 +33,7 @@ class Job:
     codec: Codec | None = None  # encodes results
     model_codec: Codec | None = None  # encodes models
     skip_limit: int = 0  # results in a row, not finite, that end the run; 0: skip no result
+    adapts: bool = False  # whether a worker whose messages take longer gets fewer samples
 
 
 @dataclass(eq=False)

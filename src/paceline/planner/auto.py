@@ -1,10 +1,10 @@
-"""A policy that follows a plan, and plans again when workers or training differ from it."""
+"""A policy that follows a plan, and plans again when workers, steps or training differ from it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf, isclose, isfinite, nan
 from typing import Any
@@ -27,69 +27,33 @@ from paceline.core.protocol import (
     WorkerId,
     some_names,
 )
-from paceline.core.schema import converted
+from paceline.core.schema import Schema
 from paceline.core.state import describe
-from paceline.delays.empirical import log_rank
-from paceline.delays.fit import fit
-from paceline.delays.links import Link
-from paceline.delays.models import Fixed
+from paceline.planner.changes import CHANGED, NEWEST, WARM, Paced, Seen, changed
 from paceline.planner.choose import Plan, plan
-from paceline.planner.forecast.forecast import shrinkage
-from paceline.planner.grid import candidates
+from paceline.planner.forecast.encoded import shrinkage
+from paceline.planner.grid import Candidate
 from paceline.planner.measure.profile import Profile, WorkerProfile
 from paceline.planner.measure.stale_training import StaleTraining, steps_to
+from paceline.planner.proposals import candidates
 from paceline.policies.gather import Gather, mean
 
 logger = logger_of(__name__)
 
-NEWEST = 20
-"""Newest tasks of a worker to compare with its profile, and newest losses to average."""
-ENOUGH = 8
-"""Tasks of a worker needed for a comparison."""
-SURE = 1e-4
-"""The p-value below which a worker's speed has changed."""
-CHANGED = 1.3
-"""Factor of slowdown or speedup that is worth planning again."""
 EVERY = 20
 """Steps between two comparisons with the profile."""
 BETTER = 0.05
 """Relative gain that another policy must have over the current one."""
 
 _TOLD = 100  # newest changes of plan that are kept
-_DRAWN = 400  # samples of a worker's law, to compare its times with
-
-
-@dataclass
-class Seen:
-    """Times of a worker's newest tasks.
-
-    seconds: of computing a sample; a lower bound for cancelled and running tasks.
-    whole: whether each task finished.
-    ways: seconds of a task's messages.
-    """
-
-    seconds: list[float]
-    whole: list[bool]
-    ways: list[float]
-
-    def add(self, seconds: float, whole: bool, way: float | None) -> None:
-        self.seconds = [*self.seconds, seconds][-NEWEST:]
-        self.whole = [*self.whole, whole][-NEWEST:]
-        if way is not None:
-            self.ways = [*self.ways, way][-NEWEST:]
-
-    @property
-    def pace(self) -> float:
-        """The likeliest mean of exponential times; the largest lower bound if no task has ended."""
-        ended = sum(self.whole)
-        return sum(self.seconds) / ended if ended else max(self.seconds)
 
 
 class Auto(Policy):
-    """Runs the first policy of a plan, and plans again when workers or training differ from it.
+    """Runs the first policy of a plan, and plans again when the run differs from it.
 
-    It compares each worker's newest tasks with its profile. If they differ significantly, and by
-    a factor of 1.3 or more, it updates the profile and plans the rest of the run. It does the same
+    It compares each worker's newest tasks with its profile, and the newest steps of a policy
+    without stale gradients with their forecast. If they differ significantly, and by a factor of
+    1.3 or more, it updates the profile and plans the rest of the run. It does the same
     if stale gradients take at least 1.3 times the steps that the profile's training suggests, and
     20 more. If another policy is then better by 5 %, it cancels all tasks, discards held results
     and switches to that policy. Batch size, learning rate and codec do not change. Planning takes
@@ -98,20 +62,32 @@ class Auto(Policy):
     profile: the profile that the plan was made from.
     """
 
-    schema = converted(
-        *("auto", 1, "profile", "policy", "changes", "seen", "behind", "since", "losses"),
-        current="current",
+    schema = Schema(
+        "auto",
+        1,
+        {
+            name: name
+            for name in ("profile", "policy", "changes", "seen", "behind", "since", "losses")
+        },
+        {"current": "current"},
+        {name: f"_{name}" for name in ("age", "stepped", "steps", "missed", "planned")},
     )
 
     def __init__(self, profile: Profile, plan: Plan, *, seed: int = 0) -> None:
         self.profile, self._plan = profile, plan
-        self.current = copy.deepcopy(plan.policy)  # the plan's own policy stays unused
+        self._chosen = plan.policy  # which stays unused
+        self.current = copy.deepcopy(self._chosen)
         self.changes: list[str] = []  # the newest changes of plan, with reasons
         self._seed = seed
         self._seen: dict[WorkerId, Seen] = {}
         self._behind: set[WorkerId] = set()  # workers whose last task was cancelled
         self._since = 0  # the version of the last comparison
         self._losses: list[tuple[float, float]] = []  # of the newest results, with their staleness
+        self._age = 0  # steps of the current policy
+        self._stepped = 0.0  # when the last step was taken; 0: unknown
+        self._steps: list[float] = []  # seconds of the newest steps of this policy
+        self._missed: set[str] = set()  # policies whose steps did not take the forecast time
+        self._planned = ""  # the profile from which the current policy was planned
 
     def __repr__(self) -> str:
         return f"Auto(target={self.plan.target:g}, goal={self.plan.goal!r})"
@@ -145,11 +121,14 @@ class Auto(Policy):
     def react(self, view: View, event: Event) -> Iterator[Command]:
         if isinstance(event, Finished):
             self._finished(view, event)
-        elif isinstance(event, Stepped) and view.version >= self._since + EVERY:
+        elif isinstance(event, Stepped):
+            self._step(view)
+        if isinstance(event, Stepped) and view.version >= self._since + EVERY:
             self._since = view.version
             if (found := self._anew(view)) is not None:
                 yield from self._give_up(view)
-                self.current = found
+                self._chosen, self.current = found, copy.deepcopy(found)
+                self._age = 0
                 if workers := list(view.workers):
                     yield from self._watched(view, Joined(workers[0]))
                 return
@@ -214,80 +193,75 @@ class Auto(Policy):
     def _shrunk(self) -> float:
         return shrinkage(self.plan.codec, self.profile)[0]
 
-    # --- whether workers have changed ------------------------------------------------------------
+    # --- the time of steps -----------------------------------------------------------------------
+
+    def _step(self, view: View) -> None:
+        """Note the seconds of a step, if all workers take part."""
+        self._age += 1
+        complete = len(view.workers) == self.profile.size
+        if complete and self._stepped and self._age > WARM:
+            self._steps = [*self._steps, view.now - self._stepped][-NEWEST:]
+        self._stepped = view.now if complete else 0.0
+
+    @cached_property
+    def _paced(self) -> Paced:
+        """The current policy on the current profile."""
+        return Paced(self._chosen, self.profile, self.plan.codec, self._seed)
+
+    def _late(self) -> str:
+        """Return in words how the steps differ from their forecast; "" if they do not.
+
+        Each policy is found wrong at most once, so that two policies cannot take turns.
+        """
+        name = describe(self._chosen)
+        if name in self._missed or not (text := self._paced.missed(self._steps, self._age)):
+            return ""
+        self._missed.add(name)
+        return text
+
+    def _begin(self, profile: Profile) -> None:
+        """Compare the run with another profile from now on."""
+        self.profile = profile
+        self._seen, self._behind = {}, set()
+        self._steps, self._stepped = [], 0.0
+        self.__dict__.pop("_paced", None)
+
+    # --- whether something has changed -----------------------------------------------------------
 
     def _anew(self, view: View) -> Policy | None:
         """Return another policy if something has changed and it is better now, else None."""
+        loss, staleness = np.mean(self._losses or [(nan, 0.0)], axis=0).tolist()
+        if not self.plan.target < loss < inf:
+            return None
         workers = dict(self.profile.workers)
         told = []
+        seen = {name: self._until_now(view, name) for name in workers}
+        share = self.profile.batch_size / self.profile.size
         for name, known in self.profile.workers.items():
-            changed, text = self._changed(known, self._until_now(view, name))
-            if changed is not None:
-                workers[name] = changed
+            new, text = changed(known, seen[name], share, self._way(known), self._seed)
+            if new is not None:
+                workers[name] = new
                 told.append(f"{name} {text}")
+        anew = replace(self.profile, workers=workers)
+        if not told and (late := self._late()):
+            anew = self._paced.corrected(seen)
+            told.append(late)
         surface = self.profile.surface
-        loss, staleness = np.mean(self._losses or [(nan, 0.0)], axis=0).tolist()
         cost, text = self._cost(view.version - NEWEST / 2 - staleness, loss, staleness)
         if cost is not None:
             told.append(text)
-        if not told or not self.plan.target < loss < inf:
+            anew = replace(anew, stale_training=cost)
+        if not told:
             return None
-        cost = cost or self.profile.stale_training
-        self.profile = replace(self.profile, workers=workers, stale_training=cost)
-        self._seen, self._behind = {}, set()
+        self._begin(anew)
         left = replace(self.profile, surface=surface and surface.lowered(loss))
         chosen, text = self._better(left)
+        if chosen is not None:
+            self._planned = left.to_json()
         self.changes.append(f"at step {view.version}: {', '.join(told)}: {text}")
         del self.changes[:-_TOLD]
         logger.info("replanned %s", self.changes[-1])
         return chosen
-
-    def _changed(self, known: WorkerProfile, seen: Seen) -> tuple[WorkerProfile | None, str]:
-        """Return a worker's new profile and a text, or None if it has not changed."""
-        if len(seen.seconds) < ENOUGH:
-            return None, ""
-        usual = known.compute.mean
-        times = seen.pace / usual if usual else inf if seen.pace else 1.0
-        if not any(seen.whole):  # the true pace is slower still
-            times = max(times, 1.0)
-        new, link, told = known, known.link, []
-        if not 1 / CHANGED < times < CHANGED and self._differ(known, seen):
-            given_up = [not whole for whole in seen.whole]
-            # A worker that never ends a task is assumed to need the sum of all its times.
-            if all(given_up):
-                new = WorkerProfile(Fixed(sum(seen.seconds)))
-            else:
-                law = fit(seen.seconds, given_up)
-                new = WorkerProfile(law.bounded, link, law.observations, law.autocorrelation)
-            told.append(f"takes {times:.2g} times as long")
-        way, before = float(np.median(seen.ways or [0.0])), self._way(known)
-        of_all = usual * self.profile.batch_size / self.profile.size + before
-        if len(seen.ways) >= ENOUGH and abs(way - before) > (CHANGED - 1) * of_all:
-            link = Link(way / 2)
-            if before > 0 and way > 0:
-                slower = way / before
-                old = known.link
-                link = Link(old.latency * slower, old.down / slower, old.up / slower)
-            told.append(f"needs {way:.2g} s for its messages instead of {before:.2g} s")
-        return (replace(new, link=link) if told else None), " and ".join(told)
-
-    def _differ(self, known: WorkerProfile, seen: Seen) -> bool:
-        """Return whether a worker's times contradict its law; a fixed law allows no other times.
-
-        The test is that of `drifted`, for tasks of which perhaps none has ended. The law stands for
-        as many tasks as it was fitted to, at equally likely values.
-        """
-        if isinstance(known.compute, Fixed):
-            return True
-        rng, memory = np.random.Generator(np.random.PCG64([self._seed, 3])), dict[str, float]()
-        drawn, now = np.empty(_DRAWN), 0.0
-        for place in range(_DRAWN):
-            drawn[place] = known.compute.sample(rng, now, memory)
-            now += float(drawn[place])
-        size = min(known.observations or _DRAWN, _DRAWN)
-        usual = np.sort(drawn)[((np.arange(size) + 0.5) / size * _DRAWN).astype(int)]
-        newer = np.array(seen.seconds), np.array(seen.whole)
-        return log_rank((usual, np.ones(size, dtype=bool)), newer, known.autocorrelation) < SURE
 
     def _cost(
         self, steps: float, loss: float, staleness: float
@@ -328,11 +302,11 @@ class Auto(Policy):
 
     def _better(self, left: Profile) -> tuple[Policy | None, str]:
         """Plan the rest of the run; return a better policy or None, and a text for the log."""
-        rate, codec = None if self.plan.unknown else self.plan.learning_rate, self.plan.codec
         try:
             found = plan(
-                left, target=self.plan.target, minimize=self.plan.goal, learning_rate=rate,
-                codecs=[codec], seeds=4, patience=1.5, seed=self._seed,
+                left, target=self.plan.target, minimize=self.plan.goal, learning_rate=self._rate,
+                codecs=[self.plan.codec], local_steps=self.plan.local_steps, seeds=4, patience=1.5,
+                seed=self._seed,
             )  # fmt: skip
         except ValueError as error:  # the target seems unreachable
             return None, f"the policy stays the same ({error})"
@@ -359,18 +333,33 @@ class Auto(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Invert `state_dict`."""
-        self.profile = Profile.from_json(state["profile"])
-        grid = candidates(self.profile, self.plan.goal == "dollars", self._seed)
-        known = {describe(each.policy): each.policy for each in grid}
+        self.profile, self._planned = Profile.from_json(state["profile"]), state.get("planned", "")
+        known = {describe(each.policy): each.policy for each in self._candidates()}
         known[describe(self.plan.policy)] = self.plan.policy
         if state["policy"] not in known:
             raise ValueError(
                 f"a plan for this profile has no policy {state['policy']}, which the checkpoint "
                 "names; resume with the plan of the saved run"
             )
-        self.current = copy.deepcopy(known[state["policy"]])
+        self._chosen = known[state["policy"]]
+        self.current = copy.deepcopy(self._chosen)
         self.changes = list(state["changes"])
         self._seen = {worker: Seen(*lists) for worker, lists in state["seen"].items()}
         self._behind, self._since = set(state["behind"]), state["since"]
         losses = state["losses"]  # of version 0.1 without their staleness
         self._losses = [(x, 0.0) if isinstance(x, float) else (x[0], x[1]) for x in losses]
+        # Files of before lack these.
+        self._age, self._stepped = state.get("age", 0), state.get("stepped", 0.0)
+        self._steps, self._missed = list(state.get("steps", ())), {*state.get("missed", ())}
+        self.__dict__.pop("_paced", None)
+
+    def _candidates(self) -> list[Candidate]:
+        """Return those of the plan that the current policy is from."""
+        profile = Profile.from_json(self._planned) if self._planned else self.profile
+        by_price, steps = self.plan.goal == "dollars", self.plan.local_steps
+        return candidates(profile, by_price, self.plan.target, self._rate, steps, self._seed)
+
+    @property
+    def _rate(self) -> float | None:
+        """The learning rate to plan with, which stays the same."""
+        return None if self.plan.unknown else self.plan.learning_rate

@@ -8,7 +8,8 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.policy import Policy
-from paceline.planner import grid, steps
+from paceline.planner import grid, proposals, steps
+from paceline.planner.forecast.encoded import unknown_of
 from paceline.planner.forecast.forecast import MOST, Forecast, check_target
 from paceline.planner.measure.profile import Profile
 from paceline.planner.search import Entry, Goal, Look, Search, figure_of
@@ -36,6 +37,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     looks: tuple[Look, ...] = ()  # all first looks, sorted by cost
     batch_size: int = 0
+    local_steps: int | None = None  # of every task, if their number was given
 
     @property
     def policy(self) -> Policy:
@@ -61,7 +63,7 @@ class Plan:
 
     def about(self) -> dict[str, Any]:
         """Return the first row as plain data, for a journal's header."""
-        return {"policy": self.entries[0].text, **self.forecast.about()}
+        return self.entries[0].about()
 
     def __str__(self) -> str:
         names = [entry.text for entry in self.entries]
@@ -87,7 +89,15 @@ class Plan:
             for name, entry in zip(names, self.entries, strict=True)
             if entry.forecast.unstable
         ]
-        return "\n".join([*lines, self.reason, *self.notes])
+        return "\n".join([*lines, *self._origins(), self.reason, *self.notes])
+
+    def _origins(self) -> list[str]:
+        """Return a sentence for each row that theory proposed."""
+        return [
+            f"{entry.text} was proposed by theory: {entry.origin}."
+            for entry in self.entries
+            if entry.origin
+        ]
 
     def _by_step(self, names: Sequence[str], width: int) -> str:
         lines = [
@@ -99,13 +109,14 @@ class Plan:
         for rank, (name, entry) in enumerate(zip(names, self.entries, strict=True), 1):
             step = entry.forecast.per_step
             low, high = entry.forecast.intervals["seconds_per_step"]
-            rate = self.batch_size / step["seconds"] if step["seconds"] else inf
+            samples = self.batch_size * (self.local_steps or 1)
+            rate = samples / step["seconds"] if step["seconds"] else inf
             lines.append(
                 f"{rank:2} {name:{width}} {step['seconds']:8.4g} {f'[{low:.4g}-{high:.4g}]':17} "
                 f"{rate:9.4g} {step['dollars']:8.3g} {step['bytes'] / 1e6:8.3g} "
                 f"{entry.forecast.relative_steps:10.2f}"
             )
-        return "\n".join([*lines, self.reason, *self.notes])
+        return "\n".join([*lines, *self._origins(), self.reason, *self.notes])
 
 
 def plan(
@@ -119,12 +130,14 @@ def plan(
     seeds: int | None = None,
     patience: float = 2.0,
     codecs: Sequence[Codec | None] | None = None,
+    local_steps: int | None = None,
     seed: int = 0,
     on_progress: Callable[[float], None] | None = None,
 ) -> Plan:
     """Choose the policy, workers, codec and learning rate that reach a loss at the least cost.
 
     If the optimizer is not SGD, or the profile has no curvature, the steps to a loss are unknown.
+    They are also unknown for a codec whose effect on accuracy is unknown, such as Lazy.
     Policies are then ranked by the cost of a step, and the plan's `unknown` says so. Those with
     stale gradients need more steps, as measured by `pl.profile`; see `paceline.planner.steps`.
 
@@ -136,6 +149,8 @@ def plan(
     max_steps: limit of the steps of a run.
     seeds: of the best policies' forecasts; by default 4 to 32, fewer for longer runs.
     codecs: to choose from; by default None, and a few more if messages take long.
+    local_steps: the number in every task, as with an inner optimizer like AdamW. By default it is
+        the best for SGD. There are no local steps if the steps to a loss are unknown.
     patience: a candidate is dropped once it costs this many times the best so far.
     on_progress: called now and then with the approximate share that is done.
     """
@@ -148,14 +163,18 @@ def plan(
     target = float(target)
     profile = _only(profile, workers)
     _check_goal(profile, minimize)
-    if profile.unknown:
-        given = grid.candidates(replace(profile, local_steps=False), minimize == "dollars", seed)
-        given = _encoded(given, steps.one_codec(codecs, profile.unknown))
+    _check_local_steps(profile, local_steps)
+    about = minimize == "dollars", target, learning_rate, local_steps, seed
+    unknown = [why for each in codecs or (None,) if (why := unknown_of(profile, each))]
+    if unknown:
+        plain = proposals.candidates(replace(profile, local_steps=False), *about)
+        given = _encoded(plain, steps.one_codec(codecs, unknown[0]))
         more = target, learning_rate, seeds, seed, on_progress or (lambda share: None)
         entries, looks = steps.rank(profile, given, minimize, *more)
-        reason, notes = _reason(entries, looks, minimize), (*profile.notes, steps.note_of(profile))
+        notes = *profile.notes, *steps.notes_of(profile, local_steps, seed)
         return Plan(
-            tuple(entries), minimize, target, reason, notes, tuple(looks), profile.batch_size
+            tuple(entries), minimize, target, _reason(entries, looks, minimize, plain[0].text),
+            notes, tuple(looks), profile.batch_size, local_steps,
         )  # fmt: skip
     surface = check_target(profile, target)
     search = Search(
@@ -163,7 +182,7 @@ def plan(
     )
     if search.hopeless():
         raise ValueError(search.unreachable())
-    plain = grid.candidates(profile, minimize == "dollars", seed)
+    plain = proposals.candidates(profile, *about)
     if codecs is not None:
         looks = search.look([each for codec in codecs for each in _encoded(plain, codec)])
     else:
@@ -178,9 +197,10 @@ def plan(
     entries = search.halve(looks[:_FINALISTS], seeds)
     if not isfinite(figure_of(entries[0].forecast, minimize)):
         raise ValueError(search.unreachable())
-    reason = _reason(entries, looks, minimize)
+    reason = _reason(entries, looks, minimize, plain[0].text)
     return Plan(
-        tuple(entries), minimize, target, reason, profile.notes, tuple(looks), profile.batch_size
+        tuple(entries), minimize, target, reason, profile.notes, tuple(looks), profile.batch_size,
+        local_steps,
     )  # fmt: skip
 
 
@@ -209,6 +229,18 @@ def _only(profile: Profile, workers: int | None) -> Profile:
     return replace(profile, workers=dict(list(profile.workers.items())[:workers]))
 
 
+def _check_local_steps(profile: Profile, local_steps: int | None) -> None:
+    if local_steps is None:
+        return
+    if local_steps < 2:
+        raise ValueError(f"local_steps={local_steps}: use 2 or more, or None")
+    if not profile.local_steps:
+        raise ValueError(
+            f"local_steps={local_steps}: this learner cannot take local steps; give it an outer "
+            "optimizer, as in TorchLearner(…, outer=…), and profile again"
+        )
+
+
 def _check_goal(profile: Profile, goal: Goal) -> None:
     prices = profile.prices
     if goal == "dollars" and not (prices.charges_hours or prices.charges_bytes):
@@ -220,12 +252,12 @@ def _check_goal(profile: Profile, goal: Goal) -> None:
         raise ValueError('minimize="bytes": the messages of this profile have no size')
 
 
-def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> str:
-    """Return one sentence on why the first entry is the best."""
+def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal, simplest: str) -> str:
+    """Return one sentence on why the first entry is the best, compared with the simplest."""
     first = entries[0]
     figures = {str(look.candidate): look.figure for look in looks}
     figures |= {entry.text: figure_of(entry.forecast, goal) for entry in entries}
-    plain = figures.get("sync()")
+    plain = figures.get(simplest)
     unit = {"time": "s", "dollars": "dollars", "bytes": "MB"}[goal]
     unit += " a step" if first.forecast.unknown else ""
     if first.forecast.relative_steps != 1 and first.forecast.unknown:
@@ -233,13 +265,13 @@ def _reason(entries: Sequence[Entry], looks: Sequence[Look], goal: Goal) -> str:
     scale = 1e6 if goal == "bytes" else 1.0
     figure = figure_of(first.forecast, goal)
     text = f"{first.text} takes {figure / scale:.3g} {unit}"
-    if first.text == "sync()":
+    if first.text == simplest:
         second = entries[1] if len(entries) > 1 else None
         if second is None:
             return f"{text}, and nothing else was better."
         other = figure_of(second.forecast, goal)
         return f"{text}; {second.text} with {other / scale:.3g} {unit} is not better by 3 %."
     if plain is None:
-        return f"{text}; sync() does not reach the target, or the batch is too small for it."
+        return f"{text}; {simplest} does not reach the target, or the batch is too small for it."
     times = f", {plain / figure:.2f} times as much" if figure else ""
-    return f"{text}, and sync() {plain / scale:.3g} {unit}{times}."
+    return f"{text}, and {simplest} {plain / scale:.3g} {unit}{times}."

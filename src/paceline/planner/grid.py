@@ -13,7 +13,13 @@ With n workers, of which m are the fastest, or the cheapest per sample if dollar
     local_sgd(H), and among m                H = 2, 4, 8, 16, if the learner can
     coded(s, m)                              if `coded.advise` finds that it pays
 
-The simplest come first: the planner takes the first of equally good candidates.
+The simplest come first: the planner takes the first of equally good candidates. This grid is the
+same for every loss and learning rate; `proposals` adds the candidates that theory names for them.
+
+If the number of local steps H is given, as with an inner optimizer whose state is kept:
+
+    local_sgd(H), and among m                with equal shares, and by speed
+    local_sgd(H, k)                          k = n - 1, 3/4 n, 1/2 n
 """
 
 from __future__ import annotations
@@ -54,11 +60,15 @@ GAP = 1.5  # factor between the times of two workers in order that makes a gap
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A policy, its text as the user would write it, and the codec of its results."""
+    """A policy, its text as the user would write it, and the codec of its results.
+
+    origin: why theory proposed it; "" for a candidate of the fixed grid.
+    """
 
     text: str
     policy: Policy
     codec: Codec | None = None
+    origin: str = ""
 
     @classmethod
     def of(cls, policy: Policy) -> Candidate:
@@ -80,8 +90,8 @@ def candidates(profile: Profile, by_price: bool = False, seed: int = 0) -> list[
         found += [Candidate.of(k_sync(k)) for k in fewer]
         found += [Candidate(f"bandit({k})", bandit(k, seed=seed)) for k in fewer]
         found.append(placed)
-    found += [_among(subset, plain) for subset in subsets]
-    found += [_among(subset, placed) for subset in subsets if len(subset) > 1]
+    found += [among(subset, plain) for subset in subsets]
+    found += [among(subset, placed) for subset in subsets if len(subset) > 1]
     if n > 1:
         found.append(Candidate(f"ata({n})", ata(n, seed=seed)))
         found += [Candidate.of(rennala(b)) for b in _sizes(2 * n, n // 2, n, 2 * n)]
@@ -91,10 +101,27 @@ def candidates(profile: Profile, by_price: bool = False, seed: int = 0) -> list[
     for steps in (2, 4, 8, LOCAL) if profile.local_steps else ():
         each = Candidate.of(local_sgd(steps))
         found.append(each)
-        found += [_among(subset, each) for subset in subsets if steps in (4, LOCAL)]
+        found += [among(subset, each) for subset in subsets if steps in (4, LOCAL)]
     if (coded := _coded(profile, seed)) is not None:
         found.append(coded)
-    return [each for each in found if _works(each.policy, profile)]
+    return [each for each in found if works(each.policy, profile)]
+
+
+def of_local_steps(profile: Profile, steps: int, by_price: bool = False) -> list[Candidate]:
+    """Return the candidates whose tasks are so many local steps."""
+    n = profile.size
+    plain = Candidate.of(local_sgd(steps))
+    placed = Candidate.of(replace(local_sgd(steps), placement=BySpeed()))
+    subsets = list(_subsets(profile, by_price))
+    found = [plain]
+    if n > 1:
+        found += [
+            Candidate.of(local_sgd(steps, k)) for k in _sizes(n - 1, n - 1, 3 * n // 4, n // 2)
+        ]
+        found.append(placed)
+    found += [among(subset, plain) for subset in subsets]
+    found += [among(subset, placed) for subset in subsets if len(subset) > 1]
+    return [each for each in found if works(each.policy, profile)]
 
 
 def codecs() -> list[Codec]:
@@ -143,12 +170,13 @@ def _subsets(profile: Profile, by_price: bool) -> Iterator[tuple[WorkerId, ...]]
                 yield chosen
 
 
-def _among(workers: Sequence[WorkerId], each: Candidate) -> Candidate:
+def among(workers: Sequence[WorkerId], each: Candidate) -> Candidate:
+    """Return a candidate of some workers only."""
     named = ", ".join(repr(name) for name in workers[:NAMED])
     named += f", … {len(workers)} in all" if len(workers) > NAMED else ""
     policy, comma, placement = each.text.partition(", placement=")
     text = f"OnlyWorkers([{named}], {policy}){comma}{placement}"
-    return Candidate(text, OnlyWorkers(workers, each.policy))
+    return replace(each, text=text, policy=OnlyWorkers(workers, each.policy))
 
 
 def _coded(profile: Profile, seed: int) -> Candidate | None:
@@ -171,7 +199,8 @@ def _coded(profile: Profile, seed: int) -> Candidate | None:
     return Candidate(str(advice.best), advice.best.policy) if advice.pays else None
 
 
-def _works(policy: Policy, profile: Profile) -> bool:
+def works(policy: Policy, profile: Profile) -> bool:
+    """Return whether a policy can run on these workers with this batch."""
     try:
         policy.check([*profile.workers], profile.batch_size)
     except ValueError:  # a share of the batch would be below one sample

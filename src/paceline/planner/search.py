@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from paceline.core.errors import StalledError
 from paceline.core.policy import Policy
+from paceline.planner.forecast.encoded import shrinkage
 from paceline.planner.forecast.forecast import (
     Case,
     Forecast,
     Outcome,
     is_measured,
     relative_steps,
-    shrinkage,
     stale_steps,
     summed,
 )
@@ -55,13 +55,22 @@ _FIRST = 2 * sqrt(2)  # the first rate times the largest curvature: above 2 SGD 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a plan."""
+    """One row of a plan.
+
+    origin: why theory proposed the policy; "" for one of the fixed grid.
+    """
 
     text: str
     policy: Policy
     codec: Codec | None
     learning_rate: float
     forecast: Forecast
+    origin: str = ""
+
+    def about(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        origin = {"proposed_by_theory": self.origin} if self.origin else {}
+        return {"policy": self.text, **origin, **self.forecast.about()}
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ class Search:
     def _entry(self, look: Look, runs: Sequence[Outcome], theory: float = nan) -> Entry:
         each = look.candidate
         found = summed(runs, theory, self._target, look.learning_rate)
-        return Entry(str(each), each.policy, each.codec, look.learning_rate, found)
+        return Entry(str(each), each.policy, each.codec, look.learning_rate, found, each.origin)
 
     def unreachable(self) -> str:
         """Return the text of the error that no policy reaches the target."""

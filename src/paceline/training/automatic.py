@@ -35,7 +35,8 @@ def check_auto(policy: str, given: Given) -> None:
     elif getattr(given.learner, "outer", None) is not None:
         raise ValueError(
             'policy="auto" plans local steps for SGD only, and the optimizer of this learner, or '
-            "its outer one, is another: give a policy such as pl.local_sgd(16)"
+            "its outer one, is another: give a policy such as pl.local_sgd(16), or the plan of "
+            "pl.plan(profile, local_steps=16, …)"
         )
 
 

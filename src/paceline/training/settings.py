@@ -23,7 +23,7 @@ from paceline.learners.base import Learner, Server
 from paceline.learners.robust import Robust, RobustServer
 from paceline.policies.backups import Backups
 from paceline.policies.named import written
-from paceline.policies.placement.base import Placement
+from paceline.policies.placement.base import BySpeed, Placement
 from paceline.policies.wrappers import MinWorkers, Until
 from paceline.report.callbacks import Callback, ProgressLine
 from paceline.report.live import LiveView
@@ -125,6 +125,7 @@ class Settings:
             codec=self.codec,
             model_codec=self.given.model_codec,
             skip_limit=self.given.skip_limit if self.given.on_not_finite == "skip" else 0,
+            adapts=isinstance(self.policy.placement, BySpeed),
         )
 
     def about(self) -> dict[str, Any]:

@@ -164,6 +164,25 @@ def test_a_class_may_convert_its_values() -> None:
         load_state(fresh, {**data, "state": {}})
 
 
+class Grown(Converts):
+    schema = dataclasses.replace(Converts.schema, added={"later": "later"})
+    later = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.later = state.get("later", 0)
+
+
+def test_values_may_be_added_to_a_class_that_converts_its_own() -> None:
+    grown, fresh = Grown(7), Grown(0)
+    load_state(fresh, through_json(Converts(7)))  # a file of before
+    assert (fresh.value, fresh.later) == (7, 0)
+    assert through_json(grown) == through_json(Converts(7))
+    grown.later = 3
+    load_state(fresh, through_json(grown))
+    assert fresh.later == 3
+
+
 class Forgetful(Converts):
     def state_dict(self) -> dict[str, Any]:
         return {"value": (self.value,), "new": 1}

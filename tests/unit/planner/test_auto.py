@@ -14,7 +14,7 @@ import paceline as pl
 from paceline.core.policy import Policy
 from paceline.delays.fit import fit
 from paceline.delays.models import Delay
-from paceline.planner.auto import Seen
+from paceline.planner.changes import Seen, changed
 from paceline.planner.measure.stale_training import smoothed
 from paceline.planner.search import Entry
 
@@ -76,7 +76,7 @@ def tasks(law: Delay, count: int, rng: np.random.Generator, now: float, memory: 
 
 def alarms(law: Delay, fitted_to: int, draws: int, times: float = 1.0) -> float:
     """Return how often 20 tasks are taken for a change, of a law that was fitted to others."""
-    auto, found = planned(pl.sync()), 0
+    found = 0
     for seed in range(draws):
         rng, memory = np.random.default_rng(seed), dict[str, float]()
         known = fit(tasks(law, fitted_to, rng, 0.0, memory))
@@ -84,7 +84,7 @@ def alarms(law: Delay, fitted_to: int, draws: int, times: float = 1.0) -> float:
             known.bounded, pl.delays.Link(), known.observations, known.autocorrelation
         )
         newer = [times * each for each in tasks(law, 20, rng, 1000.0, memory)]
-        found += auto._changed(profile, Seen(newer, [True] * 20, []))[0] is not None
+        found += changed(profile, Seen(newer, [True] * 20, []), 8.0, 0.0, 0)[0] is not None
     return found / draws
 
 
@@ -154,7 +154,7 @@ def test_some_workers_can_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     run = trainer(planned(pl.sync()), SLOWER).fit(steps=60)
     assert run.steps == 60
-    assert run.policy.current == few  # type: ignore[attr-defined]
+    assert run.policy.current.workers == few.workers  # type: ignore[attr-defined]
 
 
 def test_it_is_resumed_in_the_middle(tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ class Ray:
             self._start_timeout,
             self.sum_on_nodes,
             self._chunks(job, servers, direct),
+            job.adapts,
         )
         asked = Callbacks(
             *(under_way.stepped, under_way.ship_all, under_way.ask_anew),

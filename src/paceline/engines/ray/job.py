@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -314,9 +315,11 @@ class RayJob:
             if not self._calls.wait(self.origin + self._timers[0][0] if self._timers else inf):
                 return None
 
-    def stepped(self, stats: dict[Stat, float]) -> None:
+    def stepped(
+        self, stats: dict[Stat, float], sending: Mapping[WorkerId, float] | None = None
+    ) -> None:
         self._version += 1
-        self._events.append(Stepped(self._version, stats))
+        self._events.append(Stepped(self._version, stats, sending=sending or {}))
 
     def _is_up(self, member: Member, future: Future[Any]) -> None:
         if self._failed(member, future):

@@ -19,6 +19,7 @@ from paceline.core.journal import Header, Journal
 from paceline.core.policy import Policy
 from paceline.core.protocol import MAIN, Want
 from paceline.engines.base import Job
+from paceline.planner.forecast.encoded import shrinkage, unknown_of
 from paceline.planner.forecast.fitted import Fitted
 from paceline.planner.forecast.predict import predicted_seconds
 from paceline.planner.forecast.quadratic import LOST, Modes, Reads, descend, modes_of
@@ -132,13 +133,14 @@ def forecast(
     If the optimizer is not SGD, or the profile has no curvature, only the cost of a step is
     forecast; the result's `unknown` says so.
 
-    codec: of results; allowed are Half, BFloat16, Int8, and these or TopK under Feedback, whose
-        loss of accuracy is known. TopK is simulated as sending random numbers, which is worse.
+    codec: of results. Of Half, BFloat16, Int8, and these or TopK under Feedback, the loss of
+        accuracy is known. TopK is simulated as sending random numbers, which is worse. Of other
+        codecs, such as Lazy, only the cost of a step is forecast.
     seeds: the number of simulated runs.
     max_steps: steps after which the target counts as not reached.
     on_progress: called after each seed with the share that is done.
     """
-    target, unknown = float(target), profile.unknown
+    target, unknown = float(target), unknown_of(profile, codec)
     if not unknown:
         check_target(profile, target)
     if not (isfinite(learning_rate) and learning_rate > 0) or seeds < 1 or max_steps < 1:
@@ -147,7 +149,11 @@ def forecast(
             "rate > 0, and at least one seed and one step"
         )
     if policy.decentralized:
-        raise ValueError("a decentralized run cannot be forecast yet; give another policy")
+        raise ValueError(
+            "a decentralized run cannot be forecast: its nodes take steps of their own, and the "
+            "loss depends on how they mix. Simulate it with your learner, as in "
+            "pl.Trainer(learner, policy, profile.engine()), or give a policy with a coordinator"
+        )
     if policy.wants and codec is not None:
         raise ValueError(
             f"a policy that adapts to the steps cannot be forecast with a codec; leave {codec} "
@@ -436,38 +442,4 @@ def summed_steps(
         per_step=dict(zip(COSTS, middle, strict=True)),
         unknown=unknown,
         relative_steps=relative_steps,
-    )
-
-
-def shrinkage(codec: Codec | None, profile: Profile) -> tuple[float, float]:
-    """Return the relative size of encoded results, and the share of the numbers that is sent."""
-    if codec is None:
-        return 1.0, 1.0
-    surface = profile.surface
-    parameters = profile.message_bytes // 4 if surface is None else surface.parameters
-    size = min(max(parameters, 1), 100_000)
-    width = profile.message_bytes / max(parameters, 1) or 4.0  # bytes of an unencoded number
-    return _length(codec, size) / (size * width), _kept(codec)
-
-
-def _length(codec: Codec, size: int) -> float:
-    from paceline.codecs.uplink import Uplink
-
-    noise = np.random.Generator(np.random.PCG64(0)).standard_normal(size).astype(np.float32)
-    return Uplink(codec, size).send(noise, 0, 1.0, [(0, size)])[0].nbytes
-
-
-def _kept(codec: Codec) -> float:
-    from paceline.codecs.feedback import Feedback
-    from paceline.codecs.quantize import BFloat16, Half, Int8
-    from paceline.codecs.sparse import TopK
-
-    match codec:
-        case Half() | BFloat16() | Int8() | Feedback(codec=Half() | BFloat16() | Int8()):
-            return 1.0
-        case Feedback(codec=TopK(fraction=fraction)):
-            return float(fraction)
-    raise ValueError(
-        f"the effect of {codec} on accuracy is unknown; forecasts support Half, BFloat16, Int8 "
-        "and Feedback(TopK(…))"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 from paceline.core.coordinator import Coordinator, drive
@@ -135,6 +136,11 @@ class Timeline:
     def seconds(self) -> float:
         """The time of the last step."""
         return self._versions[-1]
+
+    @property
+    def each(self) -> list[float]:
+        """The seconds of each step."""
+        return [later - now for now, later in pairwise(self._versions)]
 
     def at(self, step: int) -> tuple[float, float, float]:
         """Return the seconds, dollars and bytes up to a step; after the last, steps repeat."""

@@ -44,7 +44,13 @@ from paceline.learners.base import Array, Learner
 from paceline.planner.measure.budget import Budget, OnProgress
 from paceline.planner.measure.curvature import Curvature, NoCurvature, Spectrum, measure_curvature
 from paceline.planner.measure.gradient_spectrum import gradient_spectrum
-from paceline.planner.measure.profile import SGD, Profile, Surface, WorkerProfile
+from paceline.planner.measure.profile import (
+    SGD,
+    Profile,
+    Surface,
+    WorkerProfile,
+    keeps_momentum,
+)
 from paceline.planner.measure.stale_training import StaleTraining, compared, diverged, smoothed
 from paceline.policies.named import rennala, ringmaster
 from paceline.policies.wrappers import MinWorkers, Until
@@ -333,13 +339,21 @@ def optimizer_of(learner: Learner) -> dict[str, Any] | None:
 
     shapes: Shapes = learner.shapes  # type: ignore[attr-defined]
     found = settings_of(inner, shapes)
-    return found if outer is None else {**found, "outer": settings_of(outer, shapes)}
+    if outer is None:
+        return found
+    kept = {"kept": True} if getattr(learner, "keeps_inner_state", False) else {}
+    return {**found, **kept, "outer": settings_of(outer, shapes)}
 
 
 def is_sgd(learner: Learner) -> bool:
-    """Return whether a learner steps by SGD, with momentum or without, also at the outer step."""
+    """Return whether a learner steps by SGD, with momentum or without, also at the outer step.
+
+    A momentum that workers keep between tasks is another optimizer.
+    """
     found = optimizer_of(learner) or {}
-    return all(each.get("name", SGD) == SGD for each in (found, found.get("outer", {})))
+    return not keeps_momentum(found) and all(
+        each.get("name", SGD) == SGD for each in (found, found.get("outer", {}))
+    )
 
 
 def sgd_equivalent_lr(learner: Learner) -> float:

@@ -135,7 +135,8 @@ class Profile:
     local_steps: bool = True  # whether the learner can take local steps
     codes: bool = True  # whether it can compute parts of a batch separately
     optimizer: Mapping[str, Any] | None = None
-    """Its name and settings, and under "outer" those of the outer optimizer; None: SGD."""
+    """Its name and settings, and under "outer" those of the outer optimizer; None: SGD. With "kept"
+    workers keep its state between tasks of local steps."""
     stale_training: StaleTraining | None = None
     """Training with fresh and with stale gradients; None if it was not measured."""
 
@@ -169,6 +170,11 @@ class Profile:
                     f"the learner's optimizer is {name}, and the number of steps is predicted for "
                     "SGD only, with or without momentum"
                 )
+        if keeps_momentum(given):
+            return (
+                "workers keep the momentum of their optimizer between tasks, and the number of "
+                "steps is predicted only if each task starts without momentum"
+            )
         if self.surface is None:
             return "the profile has no curvature of the loss"
         return ""
@@ -259,6 +265,11 @@ class Profile:
 
 
 _PLAIN = ("batch_size", "message_bytes", "interruptible", "local_steps", "codes")
+
+
+def keeps_momentum(optimizer: Mapping[str, Any]) -> bool:
+    """Return whether workers keep a momentum between tasks of local steps."""
+    return bool(optimizer.get("kept") and optimizer.get("momentum"))
 
 
 def _settings(data: Any) -> dict[str, Any] | None:

@@ -47,11 +47,13 @@ def measured(
     return Atoms([at for at, _ in groups], [share for _, share in groups])
 
 
-def rate_weighted(kernels: Sequence[Kernel]) -> Kernel:
+def rate_weighted(kernels: Sequence[Kernel], most: int | None = None) -> Kernel:
     """Return the kernel of unequal workers, dK = Σ (1/m_i) dF_i / Λ, where Λ = Σ 1/m_i.
 
     A worker of mean m_i delivers 1/m_i gradients a second, so that fast workers count more. The
     mean is n/Λ, the harmonic mean of the m_i.
+
+    most: a limit of atoms, as in `measured`.
     """
     for position, kernel in enumerate(kernels):
         if not kernel.mean > 0:
@@ -64,7 +66,10 @@ def rate_weighted(kernels: Sequence[Kernel]) -> Kernel:
         atoms = [kernel for kernel in kernels if isinstance(kernel, Atoms)]
         seconds = [at for kernel in atoms for at in kernel.seconds]
         pairs = zip(atoms, rates, strict=True)
-        return Atoms(seconds, [rate * share for kernel, rate in pairs for share in kernel.weights])
+        shares = [rate * share for kernel, rate in pairs for share in kernel.weights]
+        each, place = np.unique(seconds, return_inverse=True)
+        merged = np.bincount(place, shares).tolist()
+        return measured(each.tolist(), each.size if most is None else most, merged)
     return kernels[0] if len(set(kernels)) == 1 else Blend(kernels, rates)
 
 

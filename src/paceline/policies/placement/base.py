@@ -6,7 +6,7 @@ By default every task is an equal share of the batch, from data that all workers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,6 @@ from typing import Protocol, runtime_checkable
 from paceline.core.protocol import (
     Cancel,
     Event,
-    Finished,
     Joined,
     Left,
     Result,
@@ -28,10 +27,7 @@ from paceline.core.protocol import (
 from paceline.core.schema import Schema
 from paceline.data.partition.base import Partition
 from paceline.data.placement import Most, limits, shares
-from paceline.policies.selection.arms import response
-
-_LEAST = 1e-12  # seconds a sample: a lower bound, so that no speed is infinite
-_CUT_SHORT = 2.0  # assumed full time of a cancelled task, as a multiple of the time it ran
+from paceline.policies.placement.pace import Pace
 
 
 @runtime_checkable
@@ -88,67 +84,6 @@ def as_placement(given: object) -> Placement:
     return given
 
 
-class Pace:
-    """The speed of each worker in samples a second, smoothed over its tasks.
-
-    A worker that returns has the speed that it had: it is on a machine of the same kind.
-    """
-
-    schema = Schema(
-        "pace",
-        1,
-        {"seconds": "_seconds", "total": "_total", "seen": "_seen"},
-        added={"away": "_away"},
-    )
-
-    def __init__(self, smoothing: float) -> None:
-        self._smoothing = smoothing
-        self._seconds: dict[WorkerId, float] = {}  # per sample, of each connected worker
-        self._away: dict[WorkerId, float] = {}  # the same, of those that left
-        self._total = 0.0  # sum of the speeds of the connected workers
-        self._seen = 0.0  # when the last result arrived
-
-    def learn(self, view: View, news: Event | Cancel) -> None:
-        if (seen := response(view, news, self._seen)) is not None:
-            self._observe(*seen)
-        match news:
-            case Finished(id):
-                self._seen = view.held[id].at
-            case Left(worker) if worker in self._seconds:
-                self._away[worker] = self._seconds.pop(worker)
-                self._total -= 1 / self._away[worker]
-            case Joined(worker) if worker in self._away:
-                self._seconds[worker] = self._away.pop(worker)
-                self._total += 1 / self._seconds[worker]
-
-    def _observe(self, worker: WorkerId, seconds: float, ended: bool) -> None:
-        before = self._seconds.get(worker)
-        if not ended:
-            seconds *= _CUT_SHORT
-            if before is not None and seconds < before:
-                return  # no information: the task was expected to take longer
-        after = seconds = max(seconds, _LEAST)
-        if before is not None:
-            after = before + self._smoothing * (seconds - before)
-            self._total -= 1 / before
-        self._seconds[worker] = after
-        self._total += 1 / after
-
-    @property
-    def mean(self) -> float:
-        """The mean of all known speeds; 1 if no speed is known."""
-        return self._total / len(self._seconds) if self._seconds else 1.0
-
-    def of(self, workers: Iterable[WorkerId]) -> list[float]:
-        """Return the speeds of workers; an unknown speed is set to the mean."""
-        seconds, mean = self._seconds, self.mean
-        return [1 / seconds[w] if w in seconds else mean for w in workers]
-
-    def known(self) -> dict[WorkerId, float]:
-        """Return the speed of each worker that was measured."""
-        return {worker: 1 / seconds for worker, seconds in self._seconds.items()}
-
-
 def sized(
     workers: Sequence[WorkerId],
     amounts: Sequence[float],
@@ -201,15 +136,17 @@ def check_smoothing(smoothing: float) -> None:
 
 @dataclass
 class BySpeed:
-    """Gives each worker a share of the batch in proportion to its measured speed.
+    """Gives each worker a share of the batch, so that all results arrive at the same time.
 
-    All workers can read all data, so any worker may compute any sample. Results are weighted by
-    their samples, and the step is the gradient of the global batch for all shares. If a step waits
-    for all tasks, the shares add up to `batch_size`; if it waits for k only, about so on average.
+    Shares are in proportion to measured speed. A worker behind a slow link gets less, by the time
+    that its messages take, but at least a quarter of that. All workers can read all data, so any
+    worker may compute any sample. Results are weighted by their samples, and the step is the
+    gradient of the global batch for all shares. If a step waits for all tasks, the shares add up to
+    `batch_size`; if it waits for k only, about so on average.
     max_samples: the samples that fit into a worker's memory: one limit for all, or by name. By
         default that of the worker's kind of machine, if the engine has kinds. A lost task goes to
         a worker with room for it; if there is none, to one with the most room.
-    smoothing: the weight of the last task in the average speed; 1: only the last task counts.
+    smoothing: the weight of the median of the last three tasks in the average speed.
     """
 
     max_samples: Most = None
@@ -242,9 +179,13 @@ class BySpeed:
         total: int | None,
         among: Collection[WorkerId] | None,
     ) -> dict[WorkerId, int]:
-        pace = self._pace
+        pace, names = self._pace, list(workers)
+        if total is not None:
+            speeds, fixed = pace.parts(names, total / len(names))
+            given = limits(self.max_samples, names)
+            return dict(zip(names, shares(total, speeds, 1, given, fixed), strict=True))
         mean = pace.mean if among is None else sum(pace.of(among)) / len(among)
-        return sized(workers, pace.of(workers), mean, each, total, self.max_samples)
+        return sized(names, pace.of(names), mean, each, total, self.max_samples)
 
     def work(self, view: View, worker: WorkerId, work: Work) -> Work:
         return work

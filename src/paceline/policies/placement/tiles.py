@@ -23,8 +23,9 @@ from paceline.core.protocol import (
 from paceline.core.schema import converted
 from paceline.data.partition.base import Floats, Indices, Partition, rounded
 from paceline.data.placement import Most, dealt, step_seconds
-from paceline.policies.placement.base import Pace, check_most, check_smoothing, sized
+from paceline.policies.placement.base import check_most, check_smoothing, sized
 from paceline.policies.placement.guard import Guard
+from paceline.policies.placement.pace import Pace
 
 
 @dataclass
@@ -42,7 +43,9 @@ class Placed:
     bound: the turns that a worker's data may fall behind before steps wait for the worker; see
         `Guard`. 0: steps wait for all workers. None: tasks are in proportion to the data and
         weighted by samples, and the data of dropped workers are not made up for.
-    max_samples, smoothing: as in `BySpeed`; moving tiles is costly, so the default is slower.
+    max_samples: as in `BySpeed`.
+    smoothing: the weight of the last task in the average speed. Moving tiles is costly, so it is
+        smaller than for `BySpeed`.
     every: steps between checks of the number of tiles per worker. Tiles move if two checks in a
         row expect steps to take `tolerance` less time afterwards.
     """
@@ -94,7 +97,7 @@ class Placed:
                     "exactly once"
                 )
             self._owner = {tile: w for w, tiles in self.owners.items() for tile in tiles}
-        self._pace = Pace(self.smoothing)
+        self._pace = Pace(self.smoothing, steady=True)
         self._guard = None if self.bound is None else Guard(self.tiles.sizes, self.bound)
         self._owned: dict[WorkerId, Indices] = {}
         self._index()

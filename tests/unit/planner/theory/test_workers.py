@@ -2,17 +2,19 @@ from __future__ import annotations
 
 from math import inf, pi
 
+import numpy as np
 import pytest
 
 from paceline.planner.theory.asynchrony import Asynchrony
 from paceline.planner.theory.kernels import Kernel, erlang, exponential, fixed
-from tests.oracles.workers import (
+from paceline.planner.theory.workers import (
+    best_fastest,
     best_threshold,
     best_workers,
     fastest_workers,
-    saturating_workers,
-    soonest_workers,
 )
+from tests.oracles.orders import kth
+from tests.oracles.workers import best_of_all, saturating_workers, soonest_workers
 
 # κ, M* and its rate at η = 0.1, 0.02 and 0.005, and the continuous x_L*; B5 and its script b5.
 TABLE = [
@@ -56,10 +58,8 @@ def test_random_times_bear_more_workers() -> None:
 
 def test_every_number_up_to_the_best_is_slower() -> None:
     for kernel in (fixed(1.0), erlang(2, 1.0)):
-        rates = [
-            min(Asynchrony(m, kernel, 0.05, each).rate for each in (1.0, 0.2)) for m in range(1, 40)
-        ]
-        assert best_workers(kernel, 0.05, 1.0, 0.2, most=39).workers == 1 + rates.index(max(rates))
+        best = best_of_all(kernel, 0.05, 1.0, 0.2, most=39)
+        assert best_workers(kernel, 0.05, 1.0, 0.2, most=39).workers == best
 
 
 def test_simulated_rates_by_number() -> None:
@@ -90,17 +90,23 @@ def test_the_fastest_of_unequal_workers() -> None:
     assert fastest_workers(similar, 0.01).workers == 4
 
 
+def test_of_many_unequal_workers_some_numbers_are_tried() -> None:
+    kernels = [fixed(1.0 + i / 1000) for i in range(130)]
+    chosen = fastest_workers(kernels, learning_rate=0.01).workers
+    assert abs(chosen - best_of_all(fixed(1.0), 0.01, 1.0, 1.0, most=130)) <= 3
+
+
 def test_soonest_at_a_level_above_the_noise() -> None:
     plan = Asynchrony(1, fixed(1.0), 0.02, noise=1.0)
-    workers, seconds = soonest_workers(plan, 100.0, 0.05)
+    workers, seconds = soonest_workers(plan, 100.0, 0.05, most=78)
     assert workers in (18, 19)
     each = [
         Asynchrony(m, fixed(1.0), 0.02, noise=1.0).hitting_time(100.0, 0.05) for m in range(1, 79)
     ]
     assert seconds == min(each) == each[workers - 1]
     # Close to the noise fewer are better, as V = (η s² / 2λ) tan(π/4 + x/2) grows with M.
-    assert soonest_workers(plan, 100.0, 0.0125)[0] < 18
-    assert soonest_workers(plan, 100.0, 0.009) == (1, inf)
+    assert soonest_workers(plan, 100.0, 0.0125, most=78)[0] < 18
+    assert soonest_workers(plan, 100.0, 0.009, most=78) == (1, inf)
 
 
 def test_a_link_is_busy_with_so_many() -> None:
@@ -121,6 +127,29 @@ def test_a_rule_for_the_threshold() -> None:
             assert 0.8 * best < plan.bounded(threshold).rate < 1.001 * best
     assert best_threshold(fixed(1.0), 50, 2.0 / 50) == 9
     assert best_threshold(exponential(1.0), 10, 0.001) == 9
+
+
+@pytest.mark.parametrize("kernel", [exponential(1.0), erlang(4, 1.0)])
+def test_flat_directions_bear_a_higher_threshold(kernel: Kernel) -> None:
+    plans = [Asynchrony(20, kernel, 0.1, each) for each in (1.0, 0.1)]
+    one, both = (best_threshold(kernel, 20, 0.1, 1.0, each) for each in (None, 0.1))
+    slowest = [min(plan.bounded(each).rate for plan in plans) for each in range(0, 40, 3)]
+    rate_of_one, rate = (min(p.bounded(each).rate for p in plans) for each in (one, both))
+    assert one < both
+    assert max(rate_of_one, 0.75 * max(slowest)) < rate
+
+
+def test_how_many_of_the_fastest_to_wait_for() -> None:
+    """Of exponential times the expectation is known, (batch / k) E X_(k:n)."""
+    means = [1.0, 1.0, 1.5, 1.5, 2.0, 6.0]
+    rng = np.random.Generator(np.random.PCG64(0))
+    times = rng.exponential(means, size=(20_000, 6))
+    exact = [12 / k * kth(means, k) for k in range(1, 7)]
+    assert best_fastest(times, np.zeros(6), batch=12) == 1 + exact.index(min(exact))
+    # Workers with long messages are not waited for.
+    assert best_fastest(np.full((1, 4), 1.0), np.zeros(4), batch=12) == 4
+    assert best_fastest(np.full((1, 4), 1.0), np.array([0.0, 0.0, 9.0, 9.0]), batch=12) == 2
+    assert best_fastest(np.full((1, 4), 1.0), np.zeros(4), batch=3) == 3
 
 
 def test_refusals() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from paceline.core.protocol import Stat, Task
+from paceline.core.protocol import Stat, Task, WorkerId
 from paceline.engines.base import Writing
 from paceline.engines.ray.servers.slices import (
     Copy,
@@ -229,9 +229,13 @@ class Trust:
 
 @dataclass(frozen=True)
 class Report:
-    """Report a step that all servers have taken."""
+    """Report a step that all servers have taken.
+
+    sending: the seconds that the result of each worker was on its way, as far as is known.
+    """
 
     stats: Mapping[Stat, float]
+    sending: Mapping[WorkerId, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Settings:
     sum_on_nodes: whether results of one node are added up before they leave it.
     chunks: of the model, in each of which every server has a slice. So the slices of one chunk are
         added up and sent on while those of the next are under way.
+    adapts: whether a worker whose messages take longer gets fewer samples.
     """
 
     layout: Layout
@@ -34,6 +35,7 @@ class Settings:
     rounded: bool = False
     sum_on_nodes: bool = False
     chunks: int = 1
+    adapts: bool = False
 
 
 class Fleet(Protocol):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from math import inf
+from statistics import median, median_low
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.engines.ray.servers.events import Probe, Way
 from paceline.engines.ray.servers.fleet import Fleet
 from paceline.engines.ray.servers.slices import Kept, LeftOut, Result, Slot, Step
 
 # The link of a node is slow if every transfer from it and to it takes three times as long as the
-# median transfer between other nodes, and a quarter of a second longer.
+# median transfer between other nodes, and a quarter of a second longer. If shares adapt, results
+# come at different times, so that transfers to a slow node may have its link for themselves. Then
+# it is enough if most transfers to several other nodes are slow, or most of those from several.
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 0.25
+SUSPECT_FACTOR = 2.0  # of short transfers before the first step, in which calls take a part too
 SLOW_STEPS = 2
 """Steps in a row with a slow link, after which a server is left out. One step is enough if every
 transfer took longer by SEVERE_SECONDS, which is about what it costs to cut the model anew."""
@@ -32,14 +38,17 @@ def slow_nodes(
     sources: Sequence[str],
     arrivals: Sequence[tuple[str, Sequence[float]]],
     longer: float = SLOW_SECONDS,
+    one_way: bool = False,
 ) -> dict[str, bool]:
     """Return whether the link of each server's node is slow, for nodes that can be compared.
 
     sources: the node of each result.
     arrivals: for each server its node, and the seconds until each result was there.
     longer: seconds by which a slow transfer takes longer than the median.
+    one_way: whether it is enough that most transfers in one direction are slow.
 
-    One sort of all transfers; each node's median is then found by rank among those of the others.
+    One sort of all transfers; each node's medians are then found by rank, its own and that of the
+    others.
     """
     if not sources or not arrivals:
         return {}
@@ -53,23 +62,33 @@ def slow_nodes(
     order = np.argsort(times, kind="stable")
     times, ends = times[order], np.broadcast_to(end[:, None], between.shape)[between][order]
     starts = np.broadcast_to(start[None, :], between.shape)[between][order]
-    # The ranks of each node's own transfers, in ascending order, node by node.
-    both = np.concatenate((starts, ends))
-    ranks = np.concatenate((np.arange(times.size),) * 2)
-    by_node = np.lexsort((ranks, both))
-    bounds = np.searchsorted(both[by_node], np.arange(len(numbers) + 1))
+    out, into = _ranks_by_node(starts, len(numbers)), _ranks_by_node(ends, len(numbers))
     slow = {}
     for node in dict.fromkeys(node for node, _ in arrivals):
-        low, high = bounds[numbers[node]], bounds[numbers[node] + 1]
-        own = ranks[by_node[low:high]]
+        ways = out[numbers[node]], into[numbers[node]]
+        own = np.sort(np.concatenate(ways))
         others = times.size - own.size
         if own.size and others:
             shifts = own - np.arange(own.size)  # transfers of others before each
             middle = np.array([(others - 1) // 2, others // 2])
             usual = float(times[middle + np.searchsorted(shifts, middle, side="right")].mean())
             bound = max(SLOW_FACTOR * usual, usual + longer)
-            slow[node] = bool(times[own[0]] > bound)
+            ends_of = (
+                np.unique(far[ranks]).size for far, ranks in zip((ends, starts), ways, strict=True)
+            )
+            most = [
+                ranks[(ranks.size - 1) // 2]
+                for ranks, count in zip(ways, ends_of, strict=True)
+                if one_way and count > 1
+            ]
+            slow[node] = any(bool(times[rank] > bound) for rank in (own[0], *most))
     return slow
+
+
+def _ranks_by_node(nodes: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Return for each node the ranks of its transfers, in ascending order."""
+    by_node = np.argsort(nodes, kind="stable")
+    return np.split(by_node, np.searchsorted(nodes[by_node], np.arange(1, count)))
 
 
 def _length(slots: Collection[Slot]) -> int:
@@ -78,30 +97,66 @@ def _length(slots: Collection[Slot]) -> int:
 
 def _pays(
     slow: str,
-    sources: Sequence[str],
+    step: Step,
     slots: Collection[Slot],
     node: Callable[[Slot], str],
     workers: Collection[str],
+    adapts: bool,
 ) -> bool:
     """Return whether steps are faster if the servers behind a slow link are left out.
 
     They are not if a step waits for all workers, and so for that node's. Without a server there,
-    the link carries a whole result, and after it a whole model. With a part f of the model there,
-    among n nodes, it carries the larger of 1 - f and (n - 1) f of both, since it sends and receives
-    at the same time. Copies of the optimizer's state take up what that saves.
+    the link carries a whole result, and after it a whole model: L seconds each. With a part f of
+    the model there, among n nodes, it carries the larger of 1 - f and (n - 1) f of both, since it
+    sends and receives at the same time. Copies of the optimizer's state take up what that saves.
+
+    If shares adapt, the worker there computes less for all that time, and the others more: a step
+    of C seconds of computing takes C + 2 L / n in all, and 2 L at least. With the server there all
+    workers wait for its slice, and shares cannot help: C + 2 (1 - f) L.
     """
+    sources = [result.node for result in step.results]
     copies = any(isinstance(state, Kept) for slot in slots for state in slot.states.values())
     if copies or slow not in sources or not {*workers} <= {*sources}:
         return True
     part = _length([slot for slot in slots if node(slot) == slow]) / _length(slots)
-    return max(1 - part, (len({*sources}) - 1) * part) > STAYS
+    if max(1 - part, (len({*sources}) - 1) * part) > STAYS:
+        return True
+    if not adapts:
+        return False
+    computing = median(result.seconds for result in step.results)
+    return 2 * part * _sent(slow, step, slots, node) / (1 - part) < computing
+
+
+def _sent(source: str, step: Step, slots: Collection[Slot], node: Callable[[Slot], str]) -> float:
+    """Return the seconds until a result of a node had arrived on all others; 0 if not known."""
+    mine = [index for index, result in enumerate(step.results) if result.node == source]
+    away = [step.done[slot.index] for slot in slots if node(slot) != source]
+    known = [each for each in away if len(each) == len(step.results)]
+    return max((each[index] for each in known for index in mine), default=0.0)
 
 
 class Links:
-    """Counts steps with slow links, and decides which server is left out or taken back."""
+    """Counts steps with slow links, and decides which server is left out or taken back.
 
-    def __init__(self) -> None:
+    adapts: whether a worker behind a slow link gets fewer samples.
+    """
+
+    def __init__(self, adapts: bool = False) -> None:
+        self._adapts = adapts
+        self._sent: dict[str, float] = {}  # by node: seconds of its result in the last step
+        self._suspects: set[str] = set()  # nodes whose ways took longer before the first step
         self.left_out: dict[str, LeftOut] = {}
+
+    def suspect(self, found: Mapping[Way, float]) -> None:
+        """Note the nodes whose ways took longer than those of others, in a probe of all ways.
+
+        Short transfers prove little. But for these nodes a single slow step is enough.
+        """
+        for node in {*chain(*found)}:
+            own = [seconds for way, seconds in found.items() if node in way]
+            others = [seconds for way, seconds in found.items() if node not in way]
+            if others and median_low(own) > SUSPECT_FACTOR * median(others):
+                self._suspects.add(node)
 
     def watch(
         self,
@@ -129,31 +184,47 @@ class Links:
                 scale = longest / _length(mine)
                 last = [scale * max(each) for each in zip(*seconds, strict=True)]
                 arrivals.append((node(mine[0]), last))
-        slow = slow_nodes(sources, arrivals)
+        self._sent = {source: _sent(source, step, slots, node) for source in {*sources}}
+        slow = slow_nodes(sources, arrivals, one_way=self._adapts)
         slow = {
-            n: is_slow and _pays(n, sources, slots, node, workers) for n, is_slow in slow.items()
+            n: is_slow and _pays(n, step, slots, node, workers, self._adapts)
+            for n, is_slow in slow.items()
         }
-        severe = slow_nodes(sources, arrivals, SEVERE_SECONDS) if any(slow.values()) else {}
+        severe = {}
+        if any(slow.values()):
+            severe = slow_nodes(sources, arrivals, SEVERE_SECONDS, one_way=self._adapts)
         for slot in slots:
             if (is_slow := slow.get(node(slot))) is not None:
-                count = SLOW_STEPS if severe.get(node(slot)) else 1
+                at_once = severe.get(node(slot)) or node(slot) in self._suspects
+                count = SLOW_STEPS if at_once else 1
                 slot.slow = slot.slow + count if is_slow else 0
-        at_once = (s.server for s in slots if slow.get(node(s)) and severe.get(node(s)))
-        return next(at_once, None)
+        self._suspects.clear()
+        overtaken = (s.server for s in slots if slow.get(node(s)) and severe.get(node(s)))
+        return next(overtaken, None)
 
     def slow(self, slots: Collection[Slot]) -> Slot | None:
-        """Return the first server whose link has been slow for too long."""
+        """Return the first server whose link has been slow for too long, if there are others."""
+        if len({slot.server for slot in slots}) == 1:
+            return None
         return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
 
     def leave_out(self, server: str, node: str, now: float, since: int) -> None:
         known = self.left_out.get(server)
         interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
-        self.left_out[server] = LeftOut(node, since, now + interval, interval)
+        sending = self._sent.get(node, inf)
+        self.left_out[server] = LeftOut(node, since, now + interval, interval, sending)
 
-    def is_on_its_way(self, result: Result) -> bool:
-        """Return whether a result left a node before the server there was left out."""
-        outs = self.left_out.values()
-        return any(result.node == o.node and result.model.number <= o.since for o in outs)
+    def is_computed_sooner(self, result: Result) -> bool:
+        """Return whether another worker computes a result in less time than its way takes.
+
+        The result left its node before the server there was left out.
+        """
+        return any(
+            result.node == out.node
+            and result.model.number <= out.since
+            and result.seconds < out.sending
+            for out in self.left_out.values()
+        )
 
     def without_server(self, fleet: Fleet) -> list[str]:
         """Return the nodes whose servers are left out now."""

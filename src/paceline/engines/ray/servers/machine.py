@@ -69,7 +69,7 @@ class Machine:
         do: Do,
     ) -> None:
         self._settings, self._fleet, self._placement, self._do = settings, fleet, placement, do
-        self.results, self.links = Results(), Links()
+        self.results, self.links = Results(), Links(settings.adapts)
         self.steps = Steps(settings, fleet, do, copies)
         self.late = Late(self.steps, fleet, do, settings.chunks)
         self.routes = Routes(placement, fleet, do, settings.timeout / 2)
@@ -91,8 +91,8 @@ class Machine:
         """Expect the answer to a task that was sent."""
         self.results.expected[result.task.id] = result
 
-    def accept(self, token: Token, samples: int, stats: Stats) -> bool:
-        """Hold a result for a step; return False if no step can use it."""
+    def accept(self, token: Token, samples: int, stats: Stats, seconds: float = 0.0) -> bool:
+        """Hold a result that was computed in some seconds; return False if no step can use it."""
         result = self.results.expected.get(token.task)
         if result is None or result.token != token:
             return False
@@ -105,7 +105,8 @@ class Machine:
             self.late.watch_step()
             return False
         result.loss, result.count = stats.get("loss"), stats.get("count")
-        result.samples, result.answered = samples, self._fleet.now
+        result.samples, result.seconds = samples, seconds
+        result.answered = self._fleet.now
         self.results.held[token.task] = result
         return True
 
@@ -225,6 +226,8 @@ class Machine:
         node = self._fleet.node(server)
         if not self.recovery.overtake(server, why):
             return False
+        for slot in self.steps.slots:  # they were compared with the one that is left out
+            slot.slow = 0
         if node in self._placement.leaving:
             self.moves.left(server)
         else:
@@ -244,6 +247,8 @@ class Machine:
         match event.call.purpose:
             case "routes":
                 self.routes.confirm(event.seconds)
+                if not self.steps.history.log:  # before the first step
+                    self.links.suspect(event.seconds)
             case "failed routes":
                 self.recovery.lose_cut_off(event.seconds)
             case "left out":
@@ -279,7 +284,8 @@ class Machine:
         Another worker needs less time for that.
         """
         step, again = self.steps.waiting[0], self.results.again
-        slow = [r for r in step.results if self.links.is_on_its_way(r) and not r.model.gone]
+        sooner = self.links.is_computed_sooner
+        slow = [each for each in step.results if sooner(each) and not each.model.gone]
         if not self._settings.direct:  # they may be under way as a sum of their node
             slow = []
         if slow:

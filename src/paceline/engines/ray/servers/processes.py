@@ -21,6 +21,7 @@ class Processes:
     timeout, start_timeout: seconds for a call, and for the start of a server.
     sum_on_nodes: whether results of one node are added up before they leave it.
     chunks: of the model, in each of which every server has a slice.
+    adapts: whether a worker whose messages take longer gets fewer samples.
     """
 
     servers: Pool
@@ -33,6 +34,7 @@ class Processes:
     start_timeout: float
     sum_on_nodes: bool = False
     chunks: int = 1
+    adapts: bool = False
 
 
 class RayFleet:

@@ -126,7 +126,8 @@ class ShardedReducer:
     def accept(self, answer: Answer) -> bool:
         token = answer.token
         again = token.task in self.machine.results.again
-        accepted = self.machine.accept(token, answer.samples or 0, answer.stats)
+        given = answer.samples or 0, answer.stats, answer.seconds
+        accepted = self.machine.accept(token, *given)
         if not accepted and not again and answer.norm is not None:  # its vector came for nothing
             self._use(token, False)
         return accepted

@@ -129,6 +129,7 @@ class Server(Holder):
         if self._cut is not None and cut < self._cut:
             raise Gone(f"slice {index} of an earlier cut")
         (self._codec, self._model_codec), self._trained = codecs, layout.trained
+        self._began = -1, 0.0  # the run before may have had the same versions
         if cut != self._cut:
             self._slices.clear()
             with self._keeping:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from paceline.core.protocol import Task, Want
+from paceline.core.protocol import Stat, Task, Want, WorkerId
 from paceline.engines.ray.failures import reason_of
 from paceline.engines.ray.pool import Member
-from paceline.engines.ray.reducer import Stepped
 from paceline.engines.ray.servers.events import (
     Add,
     Apply,
@@ -84,7 +83,7 @@ _SHORT = 10.0  # seconds for a small question to a worker
 class Callbacks:
     """The requests that servers make to the engine.
 
-    stepped: reports a step.
+    stepped: reports a step, and the seconds that the result of each worker was on its way.
     changed: sends the tasks that wait for their model.
     asked_anew: has workers ask again for a version of the model that they wait for.
     redo: has any worker compute a task again on its model, on another node than a given one if
@@ -92,7 +91,7 @@ class Callbacks:
     refused: rejects a result that a server refused, before it is computed again.
     """
 
-    stepped: Stepped
+    stepped: Callable[[dict[Stat, float], Mapping[WorkerId, float]], None]
     changed: Callable[[], None]
     asked_anew: Callable[[Version], None]
     redo: Callable[[Task, Version, str], None]
@@ -140,6 +139,7 @@ class Shell:
             rounded=model_codec is not None,
             sum_on_nodes=processes.sum_on_nodes,
             chunks=processes.chunks,
+            adapts=processes.adapts,
         )
         fleet = RayFleet(processes, self.transfers)
         machine = Machine(settings, fleet, processes.placement, copies, self._make)
@@ -190,8 +190,8 @@ class Shell:
                 self._await_up(self._pool.members[server])
             case Trust(server):
                 self._pool.trust(server)
-            case Report(stats):
-                self._callbacks.stepped(dict(stats))
+            case Report(stats, sending):
+                self._callbacks.stepped(dict(stats), sending)
             case Ship():
                 self._callbacks.changed()
             case AskAnew(model):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.protocol import Coefficients, Stat, Task, TaskId
+from paceline.core.protocol import Coefficients, Stat, Task, TaskId, WorkerId
 from paceline.learners.base import Span, Sums
 
 if TYPE_CHECKING:  # which needs ray
@@ -77,6 +78,7 @@ class Result:
     messages: int = 1
     answered: float = 0.0
     samples: int = 0
+    seconds: float = 0.0  # of computing
     loss: float | None = None
     count: float | None = None
 
@@ -170,6 +172,20 @@ class Step:
         """Whether all results were computed on the version that the step starts from."""
         return all(result.model.number == self.version - 1 for result in self.results)
 
+    def sending(self) -> dict[WorkerId, float]:
+        """Return the seconds that each worker's result was on its way to most servers.
+
+        One server with a slow link is the last for all workers: that says nothing about theirs.
+        """
+        known = [each for each in self.done.values() if len(each) == len(self.results)]
+        if self.overtaken or len(known) < len(self.done):  # what servers fetched again took longer
+            return {}
+        found = dict[WorkerId, float]()
+        for result, seconds in zip(self.results, zip(*known, strict=True), strict=False):
+            worker, middle = result.token.worker, round(median(seconds), 4)
+            found[worker] = max(found.get(worker, 0.0), middle)
+        return found
+
     def arrivals(self, slot: int, seconds: Sequence[float]) -> Sequence[float]:
         """Return the seconds that each result was on its way, or the sum that has it.
 
@@ -220,10 +236,12 @@ class LeftOut:
 
     since: the newest version of the model then. Results on it, or on older ones, may still be on
         their way from that node.
+    sending: the seconds that a result from there took.
     """
 
     node: str
     since: int
     probe_at: float  # on the cluster's clock
     interval: float
+    sending: float
     good: int = 0  # probes in a row

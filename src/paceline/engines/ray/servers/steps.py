@@ -221,7 +221,8 @@ class Steps:
         for node in step.nodes or ():
             node.sums.clear()  # a server that repeats this step uses the results
         totals = step.totals or self._totals(step)
-        self._do(Report(step.stats | statistics(totals, self._settings.wants)))
+        stats = step.stats | statistics(totals, self._settings.wants)
+        self._do(Report(stats, step.sending()))
 
     def left(self, step: Step) -> list[Slot]:
         """Return the slices whose servers are not done with a step, or with its first phase."""

@@ -56,7 +56,9 @@ class Script:
         sum_on_nodes: bool = False,
         direct: bool = False,
         chunks: int = 1,
+        adapts: bool = False,
     ) -> None:
+        self.computing = 0.0  # seconds of each task
         self.now, self.probing, self.respawns = 0.0, False, respawns
         self.nodes, self.worker_of, self.up = dict(servers), dict(workers), set[str]()
         self.lost: set[str] = set()
@@ -72,6 +74,7 @@ class Script:
             sum_on_nodes=sum_on_nodes,
             direct=direct,
             chunks=chunks,
+            adapts=adapts,
         )
         self.machine = Machine(settings, self, self.placement, copies, self._do)
 
@@ -183,7 +186,7 @@ class Script:
         token, spans, node = token_of(task), machine.steps.slots.spans, self.worker_of[task.worker]
         slices = [f"{task.id}:{start}" for start, _ in spans]
         machine.expect(Result(token, task, machine.steps.model, spans, slices, node))
-        machine.accept(token, task.samples, {"loss": loss})
+        machine.accept(token, task.samples, {"loss": loss}, self.computing)
         return [asked(call) for call in self.calls[begin:]]
 
     def step(self, *workers: str) -> list[Asked]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from paceline.learners.base import Layout
 Arrivals = Sequence[tuple[str, Sequence[float]]]
 
 
-def by_definition(sources: Sequence[str], arrivals: Arrivals) -> dict[str, bool]:
+def by_definition(sources: Sequence[str], arrivals: Arrivals, one_way: bool) -> dict[str, bool]:
     ways = [(a, b, t) for b, times in arrivals for a, t in zip(sources, times, strict=True)]
     ways = [way for way in ways if way[0] != way[1]]
     slow = {}
@@ -33,7 +33,15 @@ def by_definition(sources: Sequence[str], arrivals: Arrivals) -> dict[str, bool]
         others = [t for *ends, t in ways if node not in ends]
         if mine and others:
             usual = median(others)
-            slow[node] = min(mine) > max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+            bound = max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+            out = [(b, t) for a, b, t in ways if a == node]
+            into = [(a, t) for a, b, t in ways if b == node]
+            most = [
+                median_low(t for _, t in each)
+                for each in (out, into)
+                if len({e for e, _ in each}) > 1
+            ]
+            slow[node] = any(t > bound for t in (min(mine), *(most if one_way else ())))
     return slow
 
 
@@ -48,13 +56,43 @@ def test_links_are_slow_as_by_the_definition(seed: int) -> None:
         (end, [rng.choice([0.0, 0.01, 0.02, 0.26, 1.0]) * factor[end] * factor[s] for s in sources])
         for end in rng.choices(nodes, k=rng.randint(0, 7))
     ]
-    assert slow_nodes(sources, arrivals) == by_definition(sources, arrivals)
+    for one_way in (False, True):
+        found = slow_nodes(sources, arrivals, one_way=one_way)
+        assert found == by_definition(sources, arrivals, one_way)
 
 
 def test_one_slow_node_of_four_is_found() -> None:
     nodes = list("abcd")
     arrivals = [(b, [1.0 if "c" in (a, b) else 0.1 for a in nodes]) for b in nodes]
     assert slow_nodes(nodes, arrivals) == {"a": False, "b": False, "c": True, "d": False}
+
+
+def test_slices_that_leave_one_after_the_other_tell_a_slow_link() -> None:
+    """From c a slice arrives after 0.4, 0.8 and 1.2 s; to c all wait for no other."""
+    nodes = list("abcd")
+    leaves = dict(zip(("a", "b", "d"), (0.4, 0.8, 1.2), strict=True))
+    arrivals = [
+        (b, [leaves[b] if a == "c" and b != "c" else 0.3 if b == "c" else 0.15 for a in nodes])
+        for b in nodes
+    ]
+    found = slow_nodes(nodes, arrivals, one_way=True)
+    assert found == {"a": False, "b": False, "c": True, "d": False}
+    assert not any(slow_nodes(nodes, arrivals).values())
+
+
+def test_one_slow_step_is_enough_for_a_node_whose_ways_took_longer_before() -> None:
+    slots, step = step_of(4)
+    ways = [(f"n{i}", f"n{j}") for i in range(4) for j in range(i)]
+    for slot in slots:
+        late = [1.0 if "n3" in (f"n{slot.index}", r.node) else 0.1 for r in step.results]
+        step.done[slot.index] = late
+    for slow, counts in (("n3", [0, 0, 0, 2]), ("n1", [0, 0, 0, 1])):
+        links = Links()
+        links.suspect({way: 0.3 if slow in way else 0.05 for way in ways})
+        for slot in slots:
+            slot.slow = 0
+        links.watch(step, slots, lambda slot: f"n{slot.index}", NODES)
+        assert [slot.slow for slot in slots] == counts
 
 
 NODES = [f"n{i}" for i in range(64)]  # more have workers than have results in the step

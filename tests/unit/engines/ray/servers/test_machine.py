@@ -692,6 +692,36 @@ def test_no_server_is_left_out_if_its_worker_is_awaited_anyway(longer: float) ->
         assert calls[-2:] == [REPORTED, (Ship,)]
 
 
+@pytest.mark.parametrize(("computing", "leaves"), [(1.2, False), (1.5, True)])
+def test_a_server_behind_a_slow_link_leaves_if_shares_adapt_and_computing_takes_longer(
+    computing: float, leaves: bool
+) -> None:
+    """It has f = 0.4 of the model, and sends the other 0.6 of its result in a second. So a whole
+    one takes L = 1.7 s, and a server there costs 2 f L = 1.33 s."""
+    run = Script(THREE, WORKERS_OF_THREE, adapts=True)
+    run.computing = computing
+    run.all_started()
+    for _ in range(2):
+        assert not any(call[0] is Remove for call in run.step(*WORKERS_OF_THREE))
+        finish(run, "C")
+    assert ((Remove, "s2") in run.step(*WORKERS_OF_THREE)) is leaves
+
+
+@pytest.mark.parametrize(("computing", "again"), [(0.9, True), (1.1, False)])
+def test_a_result_on_a_slow_link_is_computed_elsewhere_if_that_takes_less_time(
+    computing: float, again: bool
+) -> None:
+    run = Script(THREE, WORKERS_OF_THREE, direct=True)
+    run.computing = computing
+    run.all_started()
+    for _ in range(2):
+        run.step("w0", "w2")
+        finish(run, "C")  # a result from there takes a second
+    calls = run.step("w0", "w2")
+    assert (Remove, "s2") in calls
+    assert ((Redo, task_of(301, "w2")) in calls) is again
+
+
 def test_an_answer_of_the_cut_before_is_not_used() -> None:
     """A server that was starting when the model was cut anew answers for its former slice."""
     run = with_slow_link("C")

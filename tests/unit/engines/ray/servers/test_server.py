@@ -130,29 +130,38 @@ def test_what_is_kept_is_given_until_it_is_too_old() -> None:
             server.give(slot, version)
 
 
+def set_up(server: Server, cut: int, span: Span) -> None:
+    """Have a server start from version 3 of a slice."""
+    learner = pl.learners.Quadratic((1.0, 1.0), lr=0.5)
+    part, like = np.array([3.0, 4.0])[span[0] : span[1]], learner.server()
+    state: Any = {}, like.save().data
+    around = None, (None, None), (0, cut), [span]
+    server.set_up(learner.server, Layout(2), span, 3, *around, part, state)
+
+
+def test_arrivals_are_timed_from_this_run_on_though_the_one_before_had_the_same_versions() -> None:
+    now = [0.0]
+    server = Server(lambda: now[0], place=lambda: Place("n0", 1, ""))
+    for cut in (7, 8):
+        set_up(server, cut, (0, 2))
+        (_, _, seconds), _, _ = server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))
+        assert seconds == [0.0]
+        now[0] += 100.0
+
+
 def test_a_late_call_of_an_earlier_cut_changes_nothing() -> None:
     server = Server(place=lambda: Place("n0", 1, ""))
-    model = np.array([3.0, 4.0])
-
-    def set_up(cut: int, span: Span) -> None:
-        learner = pl.learners.Quadratic((1.0, 1.0), lr=0.5)
-        part, like = model[span[0] : span[1]], learner.server()
-        layout = Layout(2)
-        state: Any = {}, like.save().data
-        around = None, (None, None), (0, cut), [span]
-        server.set_up(learner.server, layout, span, 3, *around, part, state)
-
-    set_up(7, (0, 2))
+    set_up(server, 7, (0, 2))
     server.keep((1, 7), 3, 2, ({}, {}), 1.0)
     with pytest.raises(Gone):
-        set_up(6, (0, 1))
+        set_up(server, 6, (0, 1))
     server.keep((1, 6), 4, 2, ({}, {}), 1.0)
     for cut, version in ((6, 4), (7, 4)):
         with pytest.raises(Gone):
             server.give((1, cut), version)
     server.step(4, ([1.0], [], None, results([1.0, 1.0]), 5.0, None))  # the slice is the same
     server.keep((1, 8), 4, 2, ({}, {"of": "the next cut"}), 1.0)
-    set_up(8, (0, 2))
+    set_up(server, 8, (0, 2))
     assert server.give((1, 8), 4)[1] == {"of": "the next cut"}
     with pytest.raises(Gone):
         server.give((1, 7), 3)
