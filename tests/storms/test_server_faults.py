@@ -51,12 +51,16 @@ def train(
     actions: dict[int, Callable[[], None]] | None = None,
     learner: Rolling = LEARNER,
     down: Codec | None = None,
+    placement: pl.BySpeed | None = None,
 ) -> pl.Run:
     """Train, and check that the journal leads to the same model."""
     engine.world.most = 60_000
-    watch = [AtSteps(actions or {})]
     run = pl.Trainer(
-        learner, pl.sync(), engine, callbacks=watch, progress=False, model_codec=down
+        *(learner, pl.sync(), engine),
+        placement=placement,
+        callbacks=[AtSteps(actions or {})],
+        progress=False,
+        model_codec=down,
     ).fit(steps=steps)
     entries = list(run.journal)
     done = serial(run.journal.header, entries, learner, learner.server(), seed=0, down=down)
@@ -105,6 +109,22 @@ def test_a_left_out_server_returns_when_its_link_is_good_again(
     assert slots == {80: 3, 239: 4}
     assert max(places(world).values(), default=1) == 1
     assert "is good again" in caplog.text
+
+
+@pytest.mark.parametrize("placement", [None, pl.BySpeed()])
+def test_under_shares_by_speed_a_slow_link_has_no_server_from_the_first_step_on(
+    placement: pl.BySpeed | None,
+) -> None:
+    world = World(2, Weather(), 4, 20.0, nodes=4)
+    world.slow.add("n1")
+    engine = SimulatedRay(4, world, servers=4, start_timeout=5.0)
+    slots: list[int] = []
+
+    def look() -> None:
+        slots.append(len(engine._open.reducer.machine.steps.slots))  # type: ignore[union-attr]
+
+    train(engine, 30, {1: look}, placement=placement)
+    assert slots == [4 if placement is None else 3]
 
 
 def test_all_workers_are_asked_at_once_for_a_lost_slice() -> None:

@@ -167,7 +167,7 @@ class Probe:
     out, seconds: for a left-out server, the server and the excess seconds that count as slow.
     """
 
-    purpose: Literal["routes", "failed routes", "left out"]
+    purpose: Literal["routes", "failed routes", "suspects", "left out"]
     ways: Sequence[Way]
     size: int
     out: LeftOut | None = field(default=None, compare=False, repr=False)

@@ -91,6 +91,10 @@ def _ranks_by_node(nodes: NDArray[np.int64], count: int) -> list[NDArray[np.int6
     return np.split(by_node, np.searchsorted(nodes[by_node], np.arange(1, count)))
 
 
+def _probed_bytes(size: int) -> int:
+    return min(max(size, PROBE_BYTES[0]), PROBE_BYTES[1])
+
+
 def _length(slots: Collection[Slot]) -> int:
     return max(sum(slot.span[1] - slot.span[0] for slot in slots), 1)
 
@@ -123,8 +127,16 @@ def _pays(
         return True
     if not adapts:
         return False
-    computing = median(result.seconds for result in step.results)
-    return 2 * part * _sent(slow, step, slots, node) / (1 - part) < computing
+    return _saves(part, _sent(slow, step, slots, node) / (1 - part), step)
+
+
+def _saves(part: float, whole: float, step: Step) -> bool:
+    """Return whether a step is faster without a part of the model behind a slow link, where shares
+    adapt: see `_pays`.
+
+    whole: seconds that a whole result needs on that link.
+    """
+    return 2 * part * whole < median(result.seconds for result in step.results)
 
 
 def _sent(source: str, step: Step, slots: Collection[Slot], node: Callable[[Slot], str]) -> float:
@@ -145,18 +157,45 @@ class Links:
         self._adapts = adapts
         self._sent: dict[str, float] = {}  # by node: seconds of its result in the last step
         self._suspects: set[str] = set()  # nodes whose ways took longer before the first step
+        self._slow_before: set[str] = set()  # those whose links are slow for a whole result
         self.left_out: dict[str, LeftOut] = {}
 
-    def suspect(self, found: Mapping[Way, float]) -> None:
+    def suspect(self, found: Mapping[Way, float], size: int) -> Probe | None:
         """Note the nodes whose ways took longer than those of others, in a probe of all ways.
 
-        Short transfers prove little. But for these nodes a single slow step is enough.
+        Short transfers prove little. But for these nodes a single slow step is enough. If shares
+        adapt, return a probe that shows whether these links are slow.
+
+        size: bytes of a result.
         """
-        for node in {*chain(*found)}:
+        nodes = sorted({*chain(*found)})
+        for node in nodes:
             own = [seconds for way, seconds in found.items() if node in way]
             others = [seconds for way, seconds in found.items() if node not in way]
             if others and median_low(own) > SUSPECT_FACTOR * median(others):
                 self._suspects.add(node)
+        usual = [node for node in nodes if node not in self._suspects]
+        if not self._adapts or not self._suspects or len(usual) < 2:
+            return None
+        end = usual[0]
+        ways = [way for node in sorted(self._suspects) for way in ((end, node), (node, end))]
+        return Probe("suspects", [*ways, (usual[1], end)], _probed_bytes(size))
+
+    def examined(self, call: Probe, found: Mapping[Way, float]) -> None:
+        """Note the suspects for which both ways took so long that their links count as slow."""
+        *ways, other = call.ways
+        usual = found.get(other, inf)
+        bound = max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+        for node in self._suspects:
+            if min(found.get(way, 0.0) for way in ways if node in way) > bound:
+                self._slow_before.add(node)
+
+    def slow_before(self, slots: Collection[Slot], node: Callable[[Slot], str]) -> Slot | None:
+        """Return the first server behind a link that was slow before the first step, if there are
+        others: a step in which shares adapt is mostly faster without it."""
+        if len({slot.server for slot in slots}) == 1:
+            return None
+        return next((slot for slot in slots if node(slot) in self._slow_before), None)
 
     def watch(
         self,
@@ -185,6 +224,7 @@ class Links:
                 last = [scale * max(each) for each in zip(*seconds, strict=True)]
                 arrivals.append((node(mine[0]), last))
         self._sent = {source: _sent(source, step, slots, node) for source in {*sources}}
+        self._reconsider(step, 1 + len(by_server))
         slow = slow_nodes(sources, arrivals, one_way=self._adapts)
         slow = {
             n: is_slow and _pays(n, step, slots, node, workers, self._adapts)
@@ -202,6 +242,17 @@ class Links:
         overtaken = (s.server for s in slots if slow.get(node(s)) and severe.get(node(s)))
         return next(overtaken, None)
 
+    def _reconsider(self, step: Step, servers: int) -> None:
+        """Decide whether a server stays left out that was so before the first step.
+
+        servers: with it.
+        """
+        for out in self.left_out.values():
+            if out.is_trial and (whole := self._sent.get(out.node)):
+                out.is_trial = False
+                if not _saves(1 / servers, whole, step):
+                    out.good = GOOD_PROBES
+
     def slow(self, slots: Collection[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long, if there are others."""
         if len({slot.server for slot in slots}) == 1:
@@ -209,10 +260,12 @@ class Links:
         return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
 
     def leave_out(self, server: str, node: str, now: float, since: int) -> None:
+        """Note that a server is left out since a version; -1: before the first step, on trial."""
         known = self.left_out.get(server)
         interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
         sending = self._sent.get(node, inf)
-        self.left_out[server] = LeftOut(node, since, now + interval, interval, sending)
+        out = LeftOut(node, since, now + interval, interval, sending, is_trial=since < 0)
+        self.left_out[server] = out
 
     def is_computed_sooner(self, result: Result) -> bool:
         """Return whether another worker computes a result in less time than its way takes.
@@ -238,7 +291,7 @@ class Links:
         return out
 
     def take_back(self) -> str | None:
-        """Return a left-out server whose link is good again, and begin to count anew."""
+        """Return a left-out server that is to get a slice again, and begin to count anew."""
         for server, out in self.left_out.items():
             if out.good >= GOOD_PROBES:
                 out.good = 0
@@ -255,8 +308,7 @@ class Links:
             if fleet.has(server) or fleet.now < out.probe_at or len(others) < 2:
                 continue
             out.probe_at = fleet.now + out.interval
-            low, high = PROBE_BYTES
-            probed = min(max(size, low), high)
+            probed = _probed_bytes(size)
             seconds = SLOW_SECONDS * min(probed / max(size, 1), 1.0)  # for fewer bytes, less
             ways = [(out.node, others[0]), (others[1], others[0])]
             return Probe("left out", ways, probed, out, seconds)

@@ -85,6 +85,17 @@ class Machine:
         for slot in self.steps.slots:
             self.recovery.set_up(slot)
 
+    def leaves_slow_link(self) -> bool:
+        """Leave a server out whose link was slow in a probe before the first step, if there is one.
+
+        Return whether there was. The next one can follow when all servers are up.
+        """
+        slots = self.steps.slots
+        if (slow := self.links.slow_before(slots, slots.node)) is None:
+            return False
+        self._leave_out(slow, -1)
+        return True
+
     # --- results and steps -----------------------------------------------------------------------
 
     def expect(self, result: Result) -> None:
@@ -141,7 +152,7 @@ class Machine:
         match event:
             case ServerLost(server, why):
                 if self.recovery.lose_with_node(server, why):
-                    self.moves.left(server)
+                    self._left(server)
                 else:
                     self.recovery.lose(server, why)
             case ServerRaised(slot=slot):
@@ -229,7 +240,7 @@ class Machine:
         for slot in self.steps.slots:  # they were compared with the one that is left out
             slot.slow = 0
         if node in self._placement.leaving:
-            self.moves.left(server)
+            self._left(server)
         else:
             self.links.leave_out(server, node, self._fleet.now, self.steps.history.last.number)
         return True
@@ -248,7 +259,11 @@ class Machine:
             case "routes":
                 self.routes.confirm(event.seconds)
                 if not self.steps.history.log:  # before the first step
-                    self.links.suspect(event.seconds)
+                    size = self._settings.layout.size * self._settings.itemsize
+                    if (probe := self.links.suspect(event.seconds, size)) is not None:
+                        self._do(probe)
+            case "suspects":
+                self.links.examined(event.call, event.seconds)
             case "failed routes":
                 self.recovery.lose_cut_off(event.seconds)
             case "left out":
@@ -266,7 +281,7 @@ class Machine:
         if leaving := self.moves.leaving(self.steps.slots):
             self._move(leaving)
         elif (slow := self.links.slow(self.steps.slots)) is not None:
-            self._leave_out(slow)
+            self._leave_out(slow, self.steps.history.last.number)
         elif self.moves.ready:
             self._cut([*self.steps.slots.servers, self.moves.ready.pop(0)])
         elif not self.steps.slots.is_even:
@@ -319,13 +334,19 @@ class Machine:
             logger.info("the node of server %s will be taken away: its slice moves", server)
             self._do(Remove(server))
             self._placement.release(server)
-            self.moves.left(server)
-            self.links.left_out.pop(server, None)
+            self._left(server)
+
+    def _left(self, server: str) -> None:
+        """Note that a server is gone with its node. It returns on another one, whatever the link
+        of an earlier node was like."""
+        self.moves.left(server)
+        self.links.left_out.pop(server, None)
 
     def _bring_up(self) -> None:
         """Start a server that gets a slice when its process is up: until then, steps go on."""
         if (back := self.links.take_back()) is not None:
-            logger.warning("the link to server %s is good again: it gets a slice", back)
+            why = "the link to server %s is good again, or holds up no step: it gets a slice"
+            logger.warning(why, back)
         else:
             slow = self.links.without_server(self._fleet)
             back = self.moves.returning(self.steps.slots, slow)
@@ -340,14 +361,15 @@ class Machine:
         if server not in self.links.left_out:  # or it returns after good probes
             self.moves.not_up(server)
 
-    def _leave_out(self, slow: Slot) -> None:
-        """Cut the model anew among the other servers."""
-        logger.warning(
-            "the link to server %s was slow at step %d: its slice moves to the other servers",
-            slow.server,
-            self.steps.history.last.number,
-        )
-        node, since = self.steps.slots.node(slow), self.steps.history.last.number
+    def _leave_out(self, slow: Slot, since: int) -> None:
+        """Cut the model anew among the other servers.
+
+        since: the newest version, -1 before the first step.
+        """
+        when = "before the first step" if since < 0 else f"at step {since}"
+        why = "the link to server %s was slow %s: its slice moves to the other servers"
+        logger.warning(why, slow.server, when)
+        node = self.steps.slots.node(slow)
         self.links.leave_out(slow.server, node, self._fleet.now, since)
         self._cut([server for server in self.steps.slots.servers if server != slow.server])
         self._do(Remove(slow.server))

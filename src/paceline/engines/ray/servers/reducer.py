@@ -73,6 +73,11 @@ class ShardedReducer:
         """Return when all servers are up on nodes that reach all workers."""
         if len(self._workers.nodes()) <= _FEW_NODES:
             self.machine.routes.check()
+        self._wait_for_servers()
+        while self.machine.leaves_slow_link():
+            self._wait_for_servers()
+
+    def _wait_for_servers(self) -> None:
         while self.machine.steps.slots.starting or self._transfers.running:
             self._calls.wait(self._cluster.clock() + self._processes.start_timeout)
 

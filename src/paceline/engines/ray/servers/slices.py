@@ -235,7 +235,7 @@ class LeftOut:
     """A server without a slice, because its node's link is slow.
 
     since: the newest version of the model then. Results on it, or on older ones, may still be on
-        their way from that node.
+        their way from that node. It is -1 if there are none.
     sending: the seconds that a result from there took.
     """
 
@@ -245,3 +245,4 @@ class LeftOut:
     interval: float
     sending: float
     good: int = 0  # probes in a row
+    is_trial: bool = False  # until a step shows whether it is faster without that server

@@ -88,7 +88,7 @@ def test_one_slow_step_is_enough_for_a_node_whose_ways_took_longer_before() -> N
         step.done[slot.index] = late
     for slow, counts in (("n3", [0, 0, 0, 2]), ("n1", [0, 0, 0, 1])):
         links = Links()
-        links.suspect({way: 0.3 if slow in way else 0.05 for way in ways})
+        assert links.suspect({way: 0.3 if slow in way else 0.05 for way in ways}, 0) is None
         for slot in slots:
             slot.slow = 0
         links.watch(step, slots, lambda slot: f"n{slot.index}", NODES)

@@ -299,6 +299,15 @@ def test_a_server_that_is_lost_with_its_node_returns_where_there_is_none() -> No
     assert (Add, "s1") in run.step("w0")
 
 
+def test_a_server_lost_with_its_node_is_not_also_taken_back_for_an_earlier_slow_link() -> None:
+    """Added twice, it would lose the slice that it has got: the run found no end."""
+    run = two_steps()
+    run.machine.links.leave_out("s1", "B", run.now, 0)
+    assert "s1" in run.machine.links.left_out
+    run.told(ServerLost("s1", "its node died"))
+    assert "s1" not in run.machine.links.left_out
+
+
 def test_without_another_server_that_is_up_the_process_is_replaced() -> None:
     run = two_steps()
     run.told(ServerLost("s0", "its process died"))
@@ -640,6 +649,62 @@ def test_one_slow_step_leaves_no_server_out() -> None:
     for slow in ("C", None, "C", None):
         assert (Remove, "s2") not in run.step(*AWAITED)
         finish(run, slow)
+
+
+FOUR, WORKERS_OF_FOUR = (
+    {f"s{i}": n for i, n in enumerate("ABCD")},
+    {f"w{i}": n for i, n in enumerate("ABCD")},
+)
+
+
+def probed_before(slow: str, longer: float, adapts: bool = True) -> Script:
+    """Have all routes probed before the first step; those of one node take six times as long."""
+    run = Script(FOUR, WORKERS_OF_FOUR, adapts=adapts)
+    run.machine.routes.check()
+    run.all_started()
+    ways = run.last_probe().ways
+    calls = run.told(Probed(run.last_probe(), {w: 0.3 if slow in w else 0.05 for w in ways}))
+    suspected = [("A", slow), (slow, "A"), ("B", "A")]
+    assert calls == ([(Probe, "suspects", suspected, PROBE_BYTES[0], 0.0)] if adapts else [])
+    if adapts:
+        run.told(Probed(run.last_probe(), {w: longer if slow in w else 0.1 for w in suspected}))
+    return run
+
+
+def test_a_server_behind_a_link_that_was_slow_before_has_no_slice_in_the_first_step() -> None:
+    run = probed_before("D", 1.5)
+    begun = len(run.calls)
+    assert run.machine.leaves_slow_link() and not run.machine.leaves_slow_link()
+    found = [asked(call) for call in run.calls[begun:]]
+    assert found[-1] == (Remove, "s3")
+    assert [call[:2] for call in found[:-1]] == [(SetUp, "s0"), (SetUp, "s1"), (SetUp, "s2")]
+    for server in ("s0", "s1", "s2"):
+        run.started(server)
+    assert (TakeStep, "s0", 1) in run.step(*WORKERS_OF_FOUR)
+
+
+@pytest.mark.parametrize(("computing", "returns"), [(0.4, True), (0.6, False)])
+def test_it_returns_after_the_first_step_unless_computing_takes_longer_than_it_saves(
+    computing: float, returns: bool
+) -> None:
+    """A result needs 1 s, and the server had a quarter: 2 * 1/4 * 1 s."""
+    run = probed_before("D", 1.5)
+    run.machine.leaves_slow_link()
+    for server in ("s0", "s1", "s2"):
+        run.started(server)
+    run.computing = computing
+    run.step(*WORKERS_OF_FOUR)
+    finish(run, "D")
+    assert ((Add, "s3") in run.step(*WORKERS_OF_FOUR)) == returns
+    finish(run, "D")
+    assert (Add, "s3") not in run.step(*WORKERS_OF_FOUR)
+
+
+@pytest.mark.parametrize(("longer", "adapts"), [(0.3, True), (1.5, False)])
+def test_servers_stay_if_the_link_carries_a_result_well_or_shares_do_not_adapt(
+    longer: float, adapts: bool
+) -> None:
+    assert not probed_before("D", longer, adapts).machine.leaves_slow_link()
 
 
 def with_a_severe_link(*workers: str) -> tuple[Script, list[Asked]]:
