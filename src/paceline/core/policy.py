@@ -95,6 +95,11 @@ class Policy(ABC):
         """
         return False
 
+    @property
+    def acting(self) -> Policy:
+        """The policy that decides now: this one, unless it hands over to others."""
+        return self
+
     # --- placement -------------------------------------------------------------------------------
 
     @property
@@ -160,6 +165,10 @@ class Wrapper(Policy):
     @property
     def needs_exact_results(self) -> bool:
         return self.inner.needs_exact_results
+
+    @property
+    def acting(self) -> Policy:
+        return self.inner.acting
 
     @property
     def placement(self) -> object | None:

@@ -97,6 +97,10 @@ class Auto(Policy):
         return self.current.wants | {"loss"}
 
     @property
+    def acting(self) -> Policy:
+        return self.current
+
+    @property
     def plan(self) -> Plan:
         """The initial plan."""
         return self._plan

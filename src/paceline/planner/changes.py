@@ -70,6 +70,11 @@ class Seen:
         ended = sum(self.whole)
         return sum(self.seconds) / ended if ended else max(self.seconds)
 
+    @property
+    def tells_law(self) -> bool:
+        """Whether there are enough tasks for a law, and not only lower bounds."""
+        return len(self.seconds) >= ENOUGH and any(self.whole)
+
     def law(self, known: WorkerProfile) -> WorkerProfile:
         """Return a worker's profile with the law of these tasks.
 
@@ -99,7 +104,7 @@ def changed(
     if not any(seen.whole):  # the true pace is slower still
         times = max(times, 1.0)
     new, link, told = known, known.link, []
-    if not 1 / CHANGED < times < CHANGED and _differ(known, seen, seed):
+    if not 1 / CHANGED < times < CHANGED and _differ(known, seen, share, seed):
         new = seen.law(known)
         told.append(f"takes {times:.2g} times as long")
     way = float(np.median(seen.ways or [0.0]))
@@ -113,7 +118,7 @@ def changed(
     return (replace(new, link=link) if told else None), " and ".join(told)
 
 
-def _differ(known: WorkerProfile, seen: Seen, seed: int) -> bool:
+def _differ(known: WorkerProfile, seen: Seen, share: float, seed: int) -> bool:
     """Return whether a worker's times contradict its law; a fixed law allows no other times.
 
     The test is that of `drifted`, for tasks of which perhaps none has ended. The law stands for
@@ -121,18 +126,19 @@ def _differ(known: WorkerProfile, seen: Seen, seed: int) -> bool:
     """
     if isinstance(known.compute, Fixed):
         return True
-    drawn = _drawn(known.compute, seed)
+    drawn = _drawn(known.compute, share, seed)
     usual = _likely(drawn, known.observations or _DRAWN)
     newer = np.array(seen.seconds), np.array(seen.whole)
     return log_rank(_ended(usual), newer, known.autocorrelation) < SURE
 
 
-def _drawn(law: Delay, seed: int) -> Vector:
+def _drawn(law: Delay, share: float, seed: int) -> Vector:
+    """Return seconds per sample, of tasks of an equal share one after the other."""
     rng, memory = np.random.Generator(np.random.PCG64([seed, 3])), dict[str, float]()
     drawn, now = np.empty(_DRAWN), 0.0
     for place in range(_DRAWN):
         drawn[place] = law.sample(rng, now, memory)
-        now += float(drawn[place])
+        now += share * float(drawn[place])
     return drawn
 
 
@@ -208,9 +214,9 @@ class Paced:
         return f"a step takes {now:.2g} s instead of {mean:.2g} s"
 
     def corrected(self, seen: Mapping[WorkerId, Seen]) -> Profile:
-        """Return the profile with the laws of the newest tasks."""
+        """Return the profile with the laws of the newest tasks, where they tell one."""
         workers = {
-            name: seen[name].law(known) if len(seen[name].seconds) >= ENOUGH else known
+            name: seen[name].law(known) if seen[name].tells_law else known
             for name, known in self.profile.workers.items()
         }
         return replace(self.profile, workers=workers)

@@ -171,20 +171,22 @@ def plan(
         given = _encoded(plain, steps.one_codec(codecs, unknown[0]))
         more = target, learning_rate, seeds, seed, on_progress or (lambda share: None)
         entries, looks = steps.rank(profile, given, minimize, *more)
-        notes = *profile.notes, *steps.notes_of(profile, local_steps, seed)
+        notes = *profile.notes, *steps.notes_of(profile, local_steps, given[0].codec, seed)
         return Plan(
-            tuple(entries), minimize, target, _reason(entries, looks, minimize, plain[0].text),
+            tuple(entries), minimize, target, _reason(entries, looks, minimize, str(given[0])),
             notes, tuple(looks), profile.batch_size, local_steps,
         )  # fmt: skip
     surface = check_target(profile, target)
     search = Search(
-        profile, surface, target, minimize, learning_rate, max_steps, patience, seed, on_progress
+        *(profile, surface, target, minimize, learning_rate, max_steps, patience, seed),
+        *(on_progress, local_steps),
     )
     if search.hopeless():
         raise ValueError(search.unreachable())
     plain = proposals.candidates(profile, *about)
     if codecs is not None:
-        looks = search.look([each for codec in codecs for each in _encoded(plain, codec)])
+        plain = [each for codec in codecs for each in _encoded(plain, codec)]
+        looks = search.look(plain)
     else:
         looks = search.look(plain)
         if minimize == "bytes" or grid.messages_share(profile) > _MESSAGES:
@@ -197,7 +199,7 @@ def plan(
     entries = search.halve(looks[:_FINALISTS], seeds)
     if not isfinite(figure_of(entries[0].forecast, minimize)):
         raise ValueError(search.unreachable())
-    reason = _reason(entries, looks, minimize, plain[0].text)
+    reason = _reason(entries, looks, minimize, str(plain[0]))
     return Plan(
         tuple(entries), minimize, target, reason, profile.notes, tuple(looks), profile.batch_size,
         local_steps,

@@ -76,21 +76,25 @@ def _proposals(
     local_steps: int | None,
     seed: int,
 ) -> Iterator[Candidate]:
-    yield _waiting(profile, local_steps, seed)
+    yield from _waiting(profile, local_steps, seed)
     if not profile.unknown and local_steps is None:
         modes = modes_of(profile.known(), target)
         rate = _fastest_rate(profile, modes, target) if learning_rate is None else learning_rate
         yield from _stale(profile, modes, target, rate, seed)
 
 
-def _waiting(profile: Profile, local_steps: int | None, seed: int) -> Candidate:
+def _waiting(profile: Profile, local_steps: int | None, seed: int) -> Iterator[Candidate]:
+    """Yield the policy that waits for the best k, unless these are all: the grid has that one."""
     rng = np.random.Generator(np.random.PCG64([seed, 4]))
     workers = [*profile.workers.values()]
-    times = np.array([_drawn(w, max(_SORTED // profile.size, 8), rng) for w in workers])
+    share, count = profile.batch_size / profile.size, max(_SORTED // profile.size, 8)
+    times = np.array([_drawn(w, count, share * (local_steps or 1), rng) for w in workers])
     ways = np.array([_way(w, profile) for w in workers])
     k = best_fastest(times.T * (local_steps or 1), ways, profile.batch_size)
+    if k == profile.size:
+        return
     policy = k_sync(k) if local_steps is None else local_sgd(local_steps, k)
-    return _named(policy, f"the expected time of the k fastest results is the least at k = {k}")
+    yield _named(policy, f"the expected time of the k fastest results is the least at k = {k}")
 
 
 def _stale(
@@ -141,18 +145,18 @@ def _flattest(modes: Modes, target: float) -> float:
 def _kernel(worker: WorkerProfile, profile: Profile, count: int, seed: int) -> Atoms:
     """Return the kernel of a worker's response times; equal workers have equal ones."""
     rng = np.random.Generator(np.random.PCG64([seed, 5]))
-    drawn = _drawn(worker, count, rng) * profile.batch_size
+    drawn = _drawn(worker, count, profile.batch_size, rng) * profile.batch_size
     values, counts = np.unique(drawn, return_counts=True)
     return measured((values + _way(worker, profile)).tolist(), weights=counts.tolist())
 
 
-def _drawn(worker: WorkerProfile, count: int, rng: np.random.Generator) -> Real:
-    """Return seconds per sample, of tasks one after the other."""
+def _drawn(worker: WorkerProfile, count: int, samples: float, rng: np.random.Generator) -> Real:
+    """Return seconds per sample, of tasks of so many samples one after the other."""
     memory, now = dict[str, float](), 0.0
     found = np.empty(count)
     for place in range(count):
         found[place] = worker.compute.sample(rng, now, memory)
-        now += float(found[place])
+        now += samples * float(found[place])
     return found
 
 

@@ -99,10 +99,12 @@ class Search:
         patience: float,
         seed: int,
         on_progress: Callable[[float], None] | None = None,
+        local_steps: int | None = None,
     ) -> None:
         self._profile, self._surface, self._target, self._goal = profile, surface, target, goal
         self._modes = modes_of(surface, target, _DIRECTIONS)
         self._max_steps, self._patience, self._seed = max_steps, patience, seed
+        self._local_steps = local_steps or (LOCAL if profile.local_steps else 1)
         if learning_rate is None:
             self._rates = [_FIRST / surface.top / sqrt(2) ** i for i in range(_RATES + 1)]
         else:
@@ -123,7 +125,7 @@ class Search:
         """Return whether by theory no learning rate reaches the target, even with local steps."""
         modes, batch = modes_of(self._surface, self._target), self._profile.batch_size
         steps = [fewest_steps(modes, batch, rate, self._target) for rate in self._rates]
-        return min(steps) > self._max_steps * (LOCAL if self._profile.local_steps else 1)
+        return min(steps) > self._max_steps * self._local_steps
 
     def look(self, candidates: Sequence[Candidate]) -> list[Look]:
         """Time some steps of each candidate, and repeat them until the target."""

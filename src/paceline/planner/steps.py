@@ -118,11 +118,13 @@ def averages_whole_batches(timeline: Timeline, batch: int, local_steps: int = 1)
     )
 
 
-def notes_of(profile: Profile, local_steps: int | None, seed: int) -> Iterator[str]:
+def notes_of(
+    profile: Profile, local_steps: int | None, codec: Codec | None, seed: int
+) -> Iterator[str]:
     """Yield what a plan by the cost of a step compares."""
     if local_steps is not None:
         yield _LOCAL_NOTE.format(steps=local_steps)
-        yield overlap_note(profile, local_steps, seed)
+        yield overlap_note(profile, local_steps, codec, seed)
         return
     yield _NOTE.format(stale=_LEFT_OUT if profile.stale_training is None else _COMPARED)
 

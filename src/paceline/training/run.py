@@ -88,7 +88,7 @@ class Run:
         text = summary(self.meter, self.reason, batch, nodes)
         if more := self.more():
             text += f"\n{more}"
-        placement, findings = self.policy.placement, self.policy.findings()
+        placement, findings = self.policy.acting.placement, self.policy.findings()
         if isinstance(placement, Placed | BySpeed):
             text += "\n" + speeds_line(placement.speeds())
         if isinstance(placement, Placed):

@@ -125,7 +125,7 @@ class Settings:
             codec=self.codec,
             model_codec=self.given.model_codec,
             skip_limit=self.given.skip_limit if self.given.on_not_finite == "skip" else 0,
-            adapts=isinstance(self.policy.placement, BySpeed),
+            adapts=isinstance(self.policy.acting.placement, BySpeed),
         )
 
     def about(self) -> dict[str, Any]:

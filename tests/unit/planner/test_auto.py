@@ -56,6 +56,12 @@ def test_who_has_become_slow_is_no_longer_waited_for() -> None:
     assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal  # planning included
 
 
+def test_shares_by_speed_in_a_plan_are_known_to_the_engine_and_the_summary() -> None:
+    policy = planned(pl.policies.Gather(placement=pl.BySpeed()))
+    assert isinstance(policy.acting.placement, pl.BySpeed)
+    assert "  speeds " in trainer(policy).fit(steps=4).summary()
+
+
 def test_steady_workers_are_left_alone() -> None:
     policies = pl.sync(), pl.k_sync(4), pl.ringmaster(6)
     for policy in policies:

@@ -13,7 +13,7 @@ import paceline as pl
 from paceline.core.policy import Policy
 from paceline.delays.fit import fit
 from paceline.delays.models import Delay
-from paceline.planner.changes import NEWEST, WARM, Paced
+from paceline.planner.changes import NEWEST, WARM, Paced, Seen
 from paceline.planner.forecast.timeline import Timeline
 from paceline.planner.search import Entry
 
@@ -123,6 +123,15 @@ def test_false_alarms_are_rare(policy: Policy, age: int) -> None:
 def test_true_alarms_are_not() -> None:
     assert alarms(pl.k_sync(4), STEADY, 1.5, 20, draws=20) == 1.0
     assert alarms(pl.sync(), pl.delays.Exponential(0.1), 3.0, 60, draws=20) > 0.9
+
+
+def test_workers_that_never_end_a_task_keep_the_law_of_their_profile() -> None:
+    """Under k_sync(5) the tasks of a slow worker are cancelled: its times are lower bounds."""
+    ended, cancelled = (Seen([0.5] * NEWEST, [whole] * NEWEST, []) for whole in (True, False))
+    paced = Paced(pl.k_sync(5), PROFILE, None, 0)
+    found = paced.corrected({name: ended for name in PROFILE.workers} | {"w5": cancelled})
+    assert found.workers["w0"].compute.mean == pytest.approx(0.5)
+    assert found.workers["w5"] == PROFILE.workers["w5"]
 
 
 def test_what_cannot_be_compared_is_not() -> None:

@@ -47,6 +47,14 @@ def test_a_proposal_that_the_grid_lacks_is_the_best() -> None:
     assert "proposed_by_theory" not in others[0].about()
 
 
+def test_to_wait_for_all_is_no_proposal() -> None:
+    """The grid has `sync`, which is `k_sync(12)` by another name."""
+    for steps in (None, 8):
+        steady = replace(profile(*[pl.delays.Fixed(0.1)] * 12), local_steps=True)
+        found = proposals.candidates(steady, False, TARGET, 0.14, steps)
+        assert not [each for each in found if "of the k fastest results" in each.origin]
+
+
 def test_a_proposal_takes_as_long_as_was_forecast() -> None:
     found = pl.forecast(pl.ringmaster(9), FAR, learning_rate=0.14, target=TARGET, seeds=8)
     engine = pl.Simulator(12, pl.delays.Erlang(4, 1 / BATCH), LATENCY, unit=1)

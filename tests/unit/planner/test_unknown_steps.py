@@ -137,6 +137,11 @@ def test_the_plan_tells_of_overlap() -> None:
     text = str(pl.plan(profile(0.1, 0.1, optimizer=ADAMW), target=1.0, local_steps=4))
     assert "with pl.local_steps(every=4, overlap=True) a step of all workers takes 4.8" in text
     assert "The outer step is then one round late" in text
+    sent = replace(profile(0.1, 0.1, optimizer=ADAMW), message_bytes=4000)
+    slow = {name: replace(w, link=pl.delays.Link(up=100)) for name, w in sent.workers.items()}
+    sent = replace(sent, workers=slow)
+    plain, few = (overlapped(sent, 4, codec) for codec in (None, pl.codecs.TopK(0.01)))
+    assert plain > 39 and few < 10  # seconds; messages of 40 s are sent in part
 
 
 # --- codecs of unknown effect --------------------------------------------------------------------
@@ -150,6 +155,7 @@ def test_lazy_messages_are_ranked_by_the_time_per_step() -> None:
     found = pl.plan(sgd, target=1.0, codecs=[codec])
     assert found.unknown == "the effect of Lazy(codec=TopK(fraction=0.1)) on accuracy is unknown"
     assert found.codec == codec and isnan(found.forecast.seconds)
+    assert "s a step, and sync(), codec=Lazy(codec=TopK(fraction=0.1)) 4.67 s" in found.reason
     told = pl.forecast(pl.sync(), sgd, learning_rate=0.1, target=1.0, codec=codec)
     engine = pl.Simulator(4, [pl.delays.Fixed(each) for each in TIMES], SLOW, unit=1)
     run = pl.Trainer(learner, pl.sync(), engine, progress=False, codec=codec).fit(steps=20)

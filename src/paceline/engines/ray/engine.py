@@ -291,13 +291,16 @@ class Ray:
         if self._is_direct(pool):
             reducer = self._on_servers(job, pool, under_way, direct=True)
             if (why := reducer.unreachable()) is None:
+                reducer.leave_slow_links()
                 return reducer
             logger.warning(
                 "slices go through Ray's object stores, which takes more time and CPU: %s; open "
                 "all ports between these hosts for direct transport",
                 why,
             )
-        return self._on_servers(job, pool, under_way, direct=False)
+        reducer = self._on_servers(job, pool, under_way, direct=False)
+        reducer.leave_slow_links()
+        return reducer
 
     def _on_servers(self, job: Job, pool: Pool, under_way: RayJob, direct: bool) -> ShardedReducer:
         """Cut the model among the servers, and wait until they have their slices."""

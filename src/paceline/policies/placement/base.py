@@ -131,7 +131,7 @@ def check_most(max_samples: Most, workers: Sequence[WorkerId], samples: Sequence
 
 def check_smoothing(smoothing: float) -> None:
     if not 0 < smoothing <= 1:
-        raise ValueError(f"smoothing={smoothing}: use a number above 0, up to 1 (the last alone)")
+        raise ValueError(f"smoothing={smoothing}: use a number above 0, up to 1 (no smoothing)")
 
 
 @dataclass

@@ -24,6 +24,8 @@ SLOW_STEPS = 2
 """Steps in a row with a slow link, after which a server is left out. One step is enough if every
 transfer took longer by SEVERE_SECONDS, which is about what it costs to cut the model anew."""
 SEVERE_SECONDS = 2.0
+TRIAL_STEPS = 2
+"""Steps until a server that was left out before the first one may return: first tasks load code."""
 STAYS = 0.8
 """A server stays behind a slow link if this much of the link's bytes, or less, are left with it."""
 # A left-out server returns after GOOD_PROBES good probes of its node's link in a row. A probe is
@@ -159,6 +161,7 @@ class Links:
         self._suspects: set[str] = set()  # nodes whose ways took longer before the first step
         self._slow_before: set[str] = set()  # those whose links are slow for a whole result
         self.left_out: dict[str, LeftOut] = {}
+        self._in_vain: list[str] = []  # left out on trial, and steps are not faster
 
     def suspect(self, found: Mapping[Way, float], size: int) -> Probe | None:
         """Note the nodes whose ways took longer than those of others, in a probe of all ways.
@@ -247,11 +250,11 @@ class Links:
 
         servers: with it.
         """
-        for out in self.left_out.values():
-            if out.is_trial and (whole := self._sent.get(out.node)):
-                out.is_trial = False
-                if not _saves(1 / servers, whole, step):
-                    out.good = GOOD_PROBES
+        for server, out in self.left_out.items():
+            if out.trial and (whole := self._sent.get(out.node)):
+                out.trial -= 1
+                if not out.trial and not _saves(1 / servers, whole, step):
+                    self._in_vain.append(server)
 
     def slow(self, slots: Collection[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long, if there are others."""
@@ -259,12 +262,19 @@ class Links:
             return None
         return next((slot for slot in slots if slot.slow >= SLOW_STEPS), None)
 
-    def leave_out(self, server: str, node: str, now: float, since: int) -> None:
-        """Note that a server is left out since a version; -1: before the first step, on trial."""
+    def sending(self, node: str) -> float:
+        """Return the seconds of a node's result in the last step; `inf` if they are not known."""
+        return self._sent.get(node) or inf
+
+    def leave_out(self, server: str, node: str, now: float, since: int, sending: float) -> None:
+        """Note that a server is left out since a version; -1: before the first step, on trial.
+
+        sending: see `LeftOut`.
+        """
         known = self.left_out.get(server)
         interval = min(2 * known.interval, LONGEST_INTERVAL) if known else PROBE_SECONDS
-        sending = self._sent.get(node, inf)
-        out = LeftOut(node, since, now + interval, interval, sending, is_trial=since < 0)
+        out = LeftOut(node, since, now + interval, interval, sending)
+        out.trial = TRIAL_STEPS if since < 0 else 0
         self.left_out[server] = out
 
     def is_computed_sooner(self, result: Result) -> bool:
@@ -290,10 +300,14 @@ class Links:
             del self.left_out[server]
         return out
 
-    def take_back(self) -> str | None:
+    def take_back(self, fleet: Fleet) -> str | None:
         """Return a left-out server that is to get a slice again, and begin to count anew."""
+        while self._in_vain:
+            server = self._in_vain.pop(0)
+            if self.left_out.pop(server, None) is not None and not fleet.has(server):
+                return server
         for server, out in self.left_out.items():
-            if out.good >= GOOD_PROBES:
+            if out.good >= GOOD_PROBES and not fleet.has(server):
                 out.good = 0
                 return server
         return None

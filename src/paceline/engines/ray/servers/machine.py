@@ -6,6 +6,7 @@ It reads no clock and makes no call of its own, so that a transcript of events a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import logger_of
@@ -79,6 +80,7 @@ class Machine:
         self.lost_results = LostResults(settings, *on, self.recovery.fail)
         self.files = Files(settings.layout, self.steps, do)
         self.moves = Moves(placement, fleet)
+        self._begun = False  # whether a step was sent to the servers
 
     def start(self) -> None:
         """Set all servers up."""
@@ -228,12 +230,17 @@ class Machine:
         if not step.overtaken:  # what servers fetched again took longer
             slots, nodes = self.steps.slots, self._fleet.worker_nodes()
             slow = self.links.watch(step, slots, slots.node, nodes)
-            if slow is not None and self._take_over(slow, "its link is slow"):
-                return
+            if slow is not None:
+                sending = self.links.sending(self._fleet.node(slow))
+                if self._take_over(slow, "its link is slow", sending):
+                    return
         self.steps.report(step)
 
-    def _take_over(self, server: str, why: str) -> bool:
-        """Have other servers take the newest step in place of one, and leave that one out."""
+    def _take_over(self, server: str, why: str, sending: float = inf) -> bool:
+        """Have other servers take the newest step in place of one, and leave that one out.
+
+        sending: seconds of a result from its node.
+        """
         node = self._fleet.node(server)
         if not self.recovery.overtake(server, why):
             return False
@@ -242,7 +249,8 @@ class Machine:
         if node in self._placement.leaving:
             self._left(server)
         else:
-            self.links.leave_out(server, node, self._fleet.now, self.steps.history.last.number)
+            since = self.steps.history.last.number
+            self.links.leave_out(server, node, self._fleet.now, since, sending)
         return True
 
     def _replace_late(self, call: Watch) -> None:
@@ -258,7 +266,7 @@ class Machine:
         match event.call.purpose:
             case "routes":
                 self.routes.confirm(event.seconds)
-                if not self.steps.history.log:  # before the first step
+                if not self._begun:
                     size = self._settings.layout.size * self._settings.itemsize
                     if (probe := self.links.suspect(event.seconds, size)) is not None:
                         self._do(probe)
@@ -306,6 +314,7 @@ class Machine:
         if slow:
             step.stalled.update(slot.index for slot in self.steps.slots)
         self.steps.begin()
+        self._begun = True
         for result in slow:
             if result.task.id not in again:
                 again[result.task.id] = result
@@ -344,7 +353,11 @@ class Machine:
 
     def _bring_up(self) -> None:
         """Start a server that gets a slice when its process is up: until then, steps go on."""
-        if (back := self.links.take_back()) is not None:
+        if self.links.left_out:
+            dead = {out.node for out in self.links.left_out.values()} - {*self._fleet.alive()}
+            for server in self.links.forget(dead, self._fleet):
+                self.moves.left(server)
+        if (back := self.links.take_back(self._fleet)) is not None:
             why = "the link to server %s is good again, or holds up no step: it gets a slice"
             logger.warning(why, back)
         else:
@@ -370,7 +383,7 @@ class Machine:
         why = "the link to server %s was slow %s: its slice moves to the other servers"
         logger.warning(why, slow.server, when)
         node = self.steps.slots.node(slow)
-        self.links.leave_out(slow.server, node, self._fleet.now, since)
+        self.links.leave_out(slow.server, node, self._fleet.now, since, self.links.sending(node))
         self._cut([server for server in self.steps.slots.servers if server != slow.server])
         self._do(Remove(slow.server))
         self._placement.release(slow.server)

@@ -70,10 +70,13 @@ class ShardedReducer:
         return copies
 
     def wait(self) -> None:
-        """Return when all servers are up on nodes that reach all workers."""
+        """Return when all servers are up on nodes that reach all workers, and links are probed."""
         if len(self._workers.nodes()) <= _FEW_NODES:
             self.machine.routes.check()
         self._wait_for_servers()
+
+    def leave_slow_links(self) -> None:
+        """Leave out servers behind slow links, one after the other, before the first step."""
         while self.machine.leaves_slow_link():
             self._wait_for_servers()
 

@@ -245,4 +245,4 @@ class LeftOut:
     interval: float
     sending: float
     good: int = 0  # probes in a row
-    is_trial: bool = False  # until a step shows whether it is faster without that server
+    trial: int = 0  # steps until it is decided whether they are faster without that server

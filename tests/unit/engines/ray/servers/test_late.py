@@ -122,6 +122,24 @@ def test_a_result_on_its_way_through_a_slow_link_is_computed_elsewhere(direct: b
     assert len([call for call in run.calls if isinstance(call, Redo)]) == direct
 
 
+def test_a_link_that_was_quick_in_the_step_before_says_nothing_of_results_on_their_way() -> None:
+    run = Script(SERVERS, WORKERS, direct=True)
+    run.all_started()
+    run.computing = 2.0
+    run.step(*WORKERS)
+    for server in SERVERS:
+        run.taken(server, [0.05] * 3)
+    run.step("w0", "w1")
+    run.now += 0.5
+    run.taken("s0")
+    run.taken("s1")
+    run.watched()
+    run.started("s0")
+    run.taken("s0")
+    run.step("w0", "w2")
+    assert [call.task.worker for call in run.calls if isinstance(call, Redo)] == ["w2"]
+
+
 def test_a_server_that_answers_in_time_keeps_its_slice() -> None:
     run = late()
     assert run.taken("s2") == [(Trust, "s2"), REPORTED, (Ship,)]

@@ -302,7 +302,7 @@ def test_a_server_that_is_lost_with_its_node_returns_where_there_is_none() -> No
 def test_a_server_lost_with_its_node_is_not_also_taken_back_for_an_earlier_slow_link() -> None:
     """Added twice, it would lose the slice that it has got: the run found no end."""
     run = two_steps()
-    run.machine.links.leave_out("s1", "B", run.now, 0)
+    run.machine.links.leave_out("s1", "B", run.now, 0, 0.1)
     assert "s1" in run.machine.links.left_out
     run.told(ServerLost("s1", "its node died"))
     assert "s1" not in run.machine.links.left_out
@@ -626,18 +626,18 @@ def test_results_count_as_in_use_until_their_step_is_taken() -> None:
 @pytest.mark.parametrize("mine", [1.0, float("inf")])
 def test_a_link_that_is_still_slow_begins_to_count_anew(mine: float) -> None:
     links = Links()
-    links.leave_out("s2", "C", 0.0, 0)
+    links.leave_out("s2", "C", 0.0, 0, 0.1)
     links.left_out["s2"].good = 2
     ways = [("C", "A"), ("B", "A")]
     probe = Probe("left out", ways, 2**17, links.left_out["s2"], 0.25)
     links.probed(probe, {ways[0]: mine, ways[1]: 0.01})
-    assert links.left_out["s2"].good == 0 and links.take_back() is None
+    assert links.left_out["s2"].good == 0 and links.take_back(script()) is None
 
 
 def test_the_interval_between_probes_doubles_each_time_up_to_an_hour() -> None:
     links, intervals = Links(), []
     for _ in range(9):
-        links.leave_out("s2", "C", 100.0, 0)
+        links.leave_out("s2", "C", 100.0, 0, 0.1)
         intervals.append(links.left_out["s2"].interval)
     assert intervals[:3] == [30.0, 60.0, 120.0] and intervals[-1] == LONGEST_INTERVAL
     assert links.left_out["s2"].probe_at == 100.0 + LONGEST_INTERVAL
@@ -684,20 +684,49 @@ def test_a_server_behind_a_link_that_was_slow_before_has_no_slice_in_the_first_s
 
 
 @pytest.mark.parametrize(("computing", "returns"), [(0.4, True), (0.6, False)])
-def test_it_returns_after_the_first_step_unless_computing_takes_longer_than_it_saves(
+def test_it_returns_after_two_steps_unless_computing_takes_longer_than_it_saves(
     computing: float, returns: bool
 ) -> None:
-    """A result needs 1 s, and the server had a quarter: 2 * 1/4 * 1 s."""
+    """A result needs 1 s, and the server had a quarter: 2 * 1/4 * 1 s. First tasks load code."""
     run = probed_before("D", 1.5)
     run.machine.leaves_slow_link()
     for server in ("s0", "s1", "s2"):
         run.started(server)
-    run.computing = computing
-    run.step(*WORKERS_OF_FOUR)
-    finish(run, "D")
+    for run.computing in (5.0, computing):
+        assert (Add, "s3") not in run.step(*WORKERS_OF_FOUR)
+        finish(run, "D")
     assert ((Add, "s3") in run.step(*WORKERS_OF_FOUR)) == returns
-    finish(run, "D")
-    assert (Add, "s3") not in run.step(*WORKERS_OF_FOUR)
+    for _ in range(3):  # once is enough: a second process would take the place of the first
+        finish(run, "D")
+        assert (Add, "s3") not in run.step(*WORKERS_OF_FOUR)
+
+
+def test_a_server_that_is_up_again_before_its_trial_ends_is_not_started_twice() -> None:
+    """Its node had no result in a step until then."""
+    run = probed_before("D", 1.5)
+    run.machine.leaves_slow_link()
+    for server in ("s0", "s1", "s2"):
+        run.started(server)
+    run.machine.links.left_out["s3"].good = 3  # its link is good now
+    run.computing = 0.1
+    assert (Add, "s3") in run.step("w0", "w1")
+    for _ in range(4):
+        finish(run, "D")
+        assert (Add, "s3") not in run.step(*WORKERS_OF_FOUR)
+
+
+def test_a_server_left_out_on_a_node_that_dies_returns_on_another() -> None:
+    run = with_slow_link("C")
+    run.step(*AWAITED)
+    run.started("s0")
+    run.started("s1")
+    finish(run)
+    del run.worker_of["w2"]
+    run.lost.add("C")
+    assert (Add, "s2") not in run.step(*AWAITED)
+    finish(run)
+    run.worker_of["w3"] = "D"
+    assert (Add, "s2") in run.step(*AWAITED)
 
 
 @pytest.mark.parametrize(("longer", "adapts"), [(0.3, True), (1.5, False)])
