@@ -161,7 +161,7 @@ class Links:
         self._suspects: set[str] = set()  # nodes whose ways took longer before the first step
         self._slow_before: set[str] = set()  # those whose links are slow for a whole result
         self.left_out: dict[str, LeftOut] = {}
-        self._in_vain: list[str] = []  # left out on trial, and steps are not faster
+        self._unneeded: list[str] = []  # trials that made no step faster
 
     def suspect(self, found: Mapping[Way, float], size: int) -> Probe | None:
         """Note the nodes whose ways took longer than those of others, in a probe of all ways.
@@ -254,7 +254,7 @@ class Links:
             if out.trial and (whole := self._sent.get(out.node)):
                 out.trial -= 1
                 if not out.trial and not _saves(1 / servers, whole, step):
-                    self._in_vain.append(server)
+                    self._unneeded.append(server)
 
     def slow(self, slots: Collection[Slot]) -> Slot | None:
         """Return the first server whose link has been slow for too long, if there are others."""
@@ -302,8 +302,8 @@ class Links:
 
     def take_back(self, fleet: Fleet) -> str | None:
         """Return a left-out server that is to get a slice again, and begin to count anew."""
-        while self._in_vain:
-            server = self._in_vain.pop(0)
+        while self._unneeded:
+            server = self._unneeded.pop(0)
             if self.left_out.pop(server, None) is not None and not fleet.has(server):
                 return server
         for server, out in self.left_out.items():
