@@ -14,9 +14,9 @@ far        all links have 20 Mbit/s, and 50 ms each way through two of them
 killed     every 60 s all processes of a host are killed; the host is back after 20 s
 added      the run begins with three hosts, and the fourth is added after 5 s
 
-`--install` makes virtual environments for torchft and Hivemind. `--log FILE` has a line for each
-run at once, and `--continue` leaves out the runs that the file has. `--tune` shows how the learning
-rates were chosen.
+`--install` makes virtual environments for torchft, Hivemind and Ray Train. `--log FILE` has a line
+for each run at once, and `--continue` leaves out the runs that the file has. `--tune` shows how the
+learning rates were chosen.
 
     python benchmarks/peers.py [--quick] [--only ARM,ARM] [--scenarios NAME,NAME] [--seeds 3]
 """
@@ -61,6 +61,7 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "ray train": (families.RayTrain, "step"),
     "torchft": (families.Torchft, "step"),
     "torchft diloco": (families.Torchft, "local"),
+    "torchft diloco + overlap": (families.Torchft, "local, overlap"),
     "hivemind": (families.Hivemind, "step"),
     "sync": (families.Paceline, "step"),
     "sync + shares": (families.Paceline, "step"),
@@ -70,11 +71,12 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "local_sgd + shares": (families.Paceline, "local"),
     "sync + top 1 %": (families.Paceline, "step, few"),
     "local_sgd + few numbers": (families.Paceline, "local, few"),
+    "local_sgd + shares + overlap": (families.Paceline, "local, overlap"),
     "local_sgd + shares + bf16": (families.Paceline, "local"),
     "auto": (families.Paceline, "step"),
     "session + shares": (families.Sessions, "step"),
     "local_steps": (families.Sessions, "local"),
-    "local_steps + overlap": (families.Sessions, "local"),
+    "local_steps + overlap": (families.Sessions, "local, overlap"),
 }
 OURS = list(ARMS)[list(ARMS).index("sync") :]
 QUICK = ["ddp", "diloco", "sync + shares", "local_sgd + shares"]
@@ -103,10 +105,11 @@ class Bench:
         self._model, self._target = model, (EASY if easy else TARGET)[model]
         self._judge, self._runs, self._gone = Judge(model), 0, set[int]()
         with_ray = any(ARMS[arm][0].needs_ray for arm in arms)
-        paths = [str(Path(pl.__file__).parents[1]), str(Path(__file__).parent)]
-        found = {
-            "PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "examples")])
-        }
+        here = Path(__file__).parent
+        paths = [Path(pl.__file__).parents[1], here, here.parent / "examples"]
+        if (site := families.RayTrain.site(venvs)) is not None:
+            paths.append(site)  # its workers are processes of Ray's nodes
+        found = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
         self._ray = self._bed.hosts.start_ray(cpus=1, env=found, timeout=START) if with_ray else ""
         kinds = {ARMS[arm][0] for arm in arms} | {families.Torchrun}
         self._families = {k: k(self._bed, self._folder, self._ray, venvs) for k in kinds}
@@ -178,7 +181,7 @@ def install(venvs: Path) -> None:
         (site,) = (folder / "lib").glob("python*/site-packages")
         (site / "outer.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
         command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
-        done = subprocess.run([*command, "-c", str(constraints), requirement], timeout=900)
+        done = subprocess.run([*command, "-c", str(constraints), *requirement.split()], timeout=900)
         print(f"{requirement}: " + ("did not install" if done.returncode else "installed"))
 
 

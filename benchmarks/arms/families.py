@@ -44,10 +44,15 @@ class Family:
 
     def why_not(self) -> str:
         """Return why the arms of this family cannot run here, or nothing."""
-        places = self._venvs.glob(f"{self.package}/lib/python*/site-packages/{self.package}")
-        if self.package and not any(places):
+        if self.package and self.site(self._venvs) is None:
             return f"{self.package} is not installed; run with --install"
         return ""
+
+    @classmethod
+    def site(cls, venvs: Path) -> Path | None:
+        """Return the folder with the installed package of these arms."""
+        found = venvs.glob(f"{cls.package}/lib/python*/site-packages/{cls.package}")
+        return next((each.parent for each in found if cls.package), None)
 
     def prepare(self, order: Order, hosts: list[int]) -> None:
         """Start the processes that a run needs, unless they wait already."""
@@ -202,6 +207,7 @@ class Sessions(Family):
 
 class RayTrain(Family):
     module, mark, on_each, needs_ray = "arms.raytrain", "ray::RayTrainWorker", False, True
+    package, requirement = "pyarrow", "pyarrow pandas"  # of ray[train], beside what Ray needs
 
     def _arguments(self, host: int, order: Order) -> list[str]:
         return [self.module, self._ray, self._bed.hosts.ip(0)]

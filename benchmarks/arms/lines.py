@@ -14,6 +14,7 @@ FUNCTIONS = {
     "local_steps + overlap": "local_steps",
     "torchft": "per_step",
     "torchft diloco": "diloco",
+    "torchft diloco + overlap": "diloco",
 }
 
 

@@ -15,7 +15,7 @@ import torch
 import paceline as pl
 from _driver import say
 from arms.few import CODECS, FEW, TOP
-from arms.task import LOCAL, Order, as_it_is, copied, keep, loss_of, report, rows
+from arms.task import LOCAL, Copied, Order, as_it_is, keep, loss_of, report, rows
 from paceline.core.protocol import Task
 from paceline.data.partition.base import Partition
 from paceline.learners.base import Outcome, Proceed
@@ -46,11 +46,12 @@ def train(order: Order, engine: pl.Ray, told: pl.Callback) -> pl.Run:
         "rennala": pl.rennala(PIECES),
         "auto": "auto",
     }
+    rounds = pl.local_sgd(LOCAL, overlap="overlap" in order.arm)
     codec, model_codec = CODECS.get(order.arm, (None, None))
     engine.servers = "driver" if codec in (FEW, TOP) else None  # few numbers need no servers
     trainer = pl.Trainer(
         learner,
-        pl.local_sgd(LOCAL) if local else policies.get(order.arm, pl.sync()),  # type: ignore[arg-type]
+        rounds if local else policies.get(order.arm, pl.sync()),  # type: ignore[arg-type]
         engine,
         seed=order.seed,
         min_workers=order.first,
@@ -99,13 +100,12 @@ class Followed(pl.TorchLearner):
 
         def followed(model: Iterable[Any], task: Task, proceed: Proceed) -> Outcome:
             nonlocal due
-            step, slices = task.version * self.unit, list[Any]()
+            step, given = task.version * self.unit, Copied(model)
             if step < due or not self.folder:
                 return compute(model, task, proceed)
-            arrived: list[float] = []
-            found = compute(copied(model, slices, arrived), task, proceed)
-            model_now = torch.cat([torch.from_numpy(each) for each in slices])
-            keep(Path(self.folder), step, model_now, arrived[0])
+            found = compute(given, task, proceed)
+            model_now = torch.cat([torch.from_numpy(each) for each in given.copies])
+            keep(Path(self.folder), step, model_now, given.arrived)
             due = step - step % LOCAL + LOCAL
             return found
 

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import _gpt
 from _fashion import images, pixel_loss, small_cnn
 from gpt import loss as token_loss
+from paceline.learners.base import Arriving
 
 LOCAL = 10  # local steps of a round; also the steps between two models that are kept
 HELD_OUT = 512  # samples on which the loss is computed
@@ -194,9 +195,17 @@ def kept(folder: Path) -> list[tuple[int, float, Path]]:
     return sorted(found, key=lambda each: (each[1], each[0]))
 
 
-def copied(slices: Iterable[Any], into: list[Any], arrived: list[float]) -> Iterator[Any]:
-    """Pass slices on, keep a copy of each, and note when the last one has arrived."""
-    for each in slices:
-        into.append(np.array(each, np.float32))
-        arrived[:] = [time.monotonic()]
-        yield each
+class Copied:
+    """Passes slices on, keeps a copy of each, and notes when the last one has arrived."""
+
+    def __init__(self, slices: Iterable[Any]) -> None:
+        self._slices, self.copies, self.arrived = slices, list[Any](), 0.0
+
+    def here(self, done: int) -> bool:
+        return not isinstance(self._slices, Arriving) or self._slices.here(done)
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self._slices:
+            self.copies.append(np.array(each, np.float32))
+            self.arrived = time.monotonic()
+            yield each

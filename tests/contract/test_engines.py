@@ -427,13 +427,15 @@ def test_deadline_steps_in_time_on_what_was_done(engine: TrainingEngine) -> None
     assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
-def test_diloco_trains(engine: TrainingEngine) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_diloco_trains(engine: TrainingEngine, overlap: bool) -> None:
     learner = make_learner(
         outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
         inner_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 120),
         inner_transform=pl.learners.ClipNorm(2.0),
     )
-    run = pl.Trainer(learner, pl.local_sgd(steps=5), engine, progress=False).fit(steps=12)
+    policy = pl.local_sgd(steps=5, overlap=overlap)
+    run = pl.Trainer(learner, policy, engine, progress=False).fit(steps=12)
     assert run.metrics["loss"][-1] < 0.5 * run.metrics["loss"][0]
     assert run.metrics["samples"][0] == 5 * 64
 

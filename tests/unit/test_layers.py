@@ -77,6 +77,7 @@ ONLY_IN = {
                 "scale",
                 "prepare",
                 "early",
+                "ahead",
             ),
             *("optimize", "transforms", "optimizer_recipe", "outer"),
         )

@@ -77,6 +77,7 @@ class Work:
     shares: int = 1  # of the shares that a step gathers, how many this work counts for
     tag: Tag = None  # the policy's own mark, for instance the row of a code
     tiles: Mapping[int, int] | None = None  # tile -> samples from it; None: from all data
+    overlap: bool = False  # take local steps from the worker's own model until the task's is there
 
     @property
     def messages(self) -> int:

@@ -126,6 +126,8 @@ def _in_turn(
         if record.turn == 0:
             free, after = -inf, False
         there = -inf if task.version <= first else ready.get(task.version, inf)
+        if task.work.overlap:  # it began before; its messages are not seen
+            there = -inf
         began, ended = max(task.since, free, there), min(record.ended, now)
         if done is None and ended <= began:
             continue  # it never began

@@ -34,6 +34,7 @@ class Job:
     model_codec: Codec | None = None  # encodes models
     skip_limit: int = 0  # results in a row, not finite, that end the run; 0: skip no result
     adapts: bool = False  # whether a worker whose messages take longer gets fewer samples
+    overlaps: bool = False  # whether local steps begin before the model has arrived
 
 
 @dataclass(eq=False)

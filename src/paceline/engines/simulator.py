@@ -2,14 +2,15 @@
 
 A task takes the time of three parts: the model's download, computing, and the result's upload. The
 download takes latency + bytes / bandwidth. Computing follows a delay model, scaled by the amount of
-work. A gradient is computed when it arrives, so a cancelled task costs nothing.
+work. With `Work.overlap` the result before and the download travel while the worker computes. A
+gradient is computed when it arrives, so a cancelled task costs nothing.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -84,6 +85,8 @@ class _Run:
     samples: int
     wanted: bool = True
     news: Finished | None = None  # the event of its result, while the result is in flight
+    ended: float = 0.0  # when it has computed; its result arrives later
+    without: float = 0.0  # samples that it computes before its model has arrived
 
 
 @dataclass(slots=True)
@@ -96,6 +99,21 @@ class _Worker:
     uplink: Uplink | None = None
     known: int | None = None  # the version of the public copy that it has
     got: int = 0  # bytes of the last model that it received
+    last: tuple[int, float] | None = None  # the version of its last task, and when it had computed
+
+
+@dataclass(slots=True)
+class _Download:
+    """A model that arrives after a worker has computed some samples on its own."""
+
+    model: Array
+    without: float
+
+    def here(self, done: int) -> bool:
+        return done >= self.without
+
+    def __iter__(self) -> Iterator[Array]:
+        yield self.model
 
 
 class Simulator:
@@ -165,6 +183,8 @@ class Simulator:
         self._bytes = self._sent = job.learner.message_bytes
         self._rng = np.random.Generator(np.random.PCG64(job.seed))
         self._now = self._ready = job.began
+        self._barrier = job.began  # when the last result that has arrived was computed
+        self._stepped = -inf
         self._order = 0
         self._interruption: Interrupted | None = None
         self._lazy = False  # whether a message's length is known only when it is sent
@@ -313,14 +333,29 @@ class Simulator:
             worker.known = task.version
             if changes is not None:
                 worker.got = sum(each.nbytes for each in changes)
-        begin = max(self._now, self._ready) + link.latency + worker.got / link.down
+        arrival = max(self._now, self._ready) + link.latency + worker.got / link.down
+        begin = self._early(worker, task, arrival)
         seconds = worker.delay.sample(self._rng, begin, worker.memory) * total * self._per_sample
         if seconds > task.work.budget:
             total = int(total * task.work.budget / seconds)
             seconds = task.work.budget
-        worker.run = _Run(task, seconds, total)
+        ended = max(begin + seconds, arrival)
+        without = total * (arrival - begin) / seconds if seconds else 0.0
+        worker.run = _Run(task, seconds, total, ended=ended, without=without)
         sent = self._sent / task.work.messages
-        self._push(begin + seconds + link.latency + sent / link.up, task)
+        self._push(ended + link.latency + sent / link.up, task)
+
+    def _early(self, worker: _Worker, task: Task, arrival: float) -> float:
+        """Return when a task begins: with `overlap`, before its model has arrived.
+
+        A worker answers when it has computed, and its result travels meanwhile. So the tasks after
+        a step begin when the last of its workers has computed.
+        """
+        version, ended = worker.last or (-1, 0.0)
+        took_part = version == task.version - 1 and self._now == self._stepped
+        if not task.work.overlap or not took_part:
+            return arrival
+        return min(max(ended, self._barrier), arrival)
 
     def _finish(self, task: Task) -> Event | None:
         worker = self._workers[task.worker]
@@ -333,7 +368,8 @@ class Simulator:
             if self._lazy and (seconds := (run.news.sent or 0) / worker.link.up):
                 self._push(self._now + seconds, task)
                 return None
-        worker.run = None
+        worker.run, worker.last = None, (task.version, run.ended)
+        self._barrier = max(self._barrier, run.ended)
         if worker.waiting:
             self._begin(worker, worker.waiting.popleft())
         if not run.wanted:  # could not be interrupted; the coordinator will discard it
@@ -349,7 +385,8 @@ class Simulator:
         task = run.task
         got = None if self._job.model_codec is None else worker.got
         model = self._models[task.version]
-        outcome = self._replica.compute([model], task, lambda done: done < run.samples)
+        got_model = _Download(model, run.without)
+        outcome = self._replica.compute(got_model, task, lambda done: done < run.samples)
         vector = None if outcome.vector is None else np.array(outcome.vector)
         sent = None
         if not self._counts(task, outcome):
@@ -423,7 +460,7 @@ class Simulator:
             worker.run = None
             self._sweep()
         worker.waiting.clear()
-        worker.known = None
+        worker.known = worker.last = None
         if isinstance(self._replica, KeepingReplica):
             self._replica.forget(name)
         if worker.uplink is not None:
@@ -439,6 +476,7 @@ class Simulator:
         if not step.keep:
             for id in step.weights:
                 self._senders.pop(id, None)
+        self._stepped = self._now
         self._ready = max(self._now, self._ready) + self._update  # steps follow each other
         self._push(self._ready, Stepped(self._results.version, stats))
 
@@ -492,6 +530,13 @@ class Simulator:
         }
         if any(count is not None for count in counts.values()):
             data["counts"] = counts
+        if self._job.overlaps:
+            ends = {
+                name: [worker.last, run and run.ended, run and run.without]
+                for name, worker in self._workers.items()
+                for run in [worker.run]
+            }
+            data["overlap"] = [self._barrier, self._stepped, ends]
         return Saved(arrays, encode(data))
 
     def _load(self, saved: Saved) -> None:
@@ -518,6 +563,12 @@ class Simulator:
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
                 memories[name] = memory
+        self._barrier, self._stepped, ends = data.get("overlap", [self._now, -inf, {}])
+        for name, (last, ended, without) in ends.items():
+            worker = self._workers[name]
+            worker.last = last
+            if worker.run is not None:
+                worker.run.ended, worker.run.without = ended, without
         self._results.load(saved.arrays, data["losses"], data.get("counts", {}), memories)
         if self._arithmetic:
             for task in self._tasks.values():

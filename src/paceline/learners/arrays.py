@@ -184,7 +184,7 @@ class Quadratic:
         return self.lr
 
     def check(self, work: Work) -> None:
-        _check_parts(work)
+        _check_work(work)
 
     def about(self) -> dict[str, Any]:
         return {"learner": "Quadratic", "batch_size": self.batch_size}
@@ -219,7 +219,7 @@ class Linear:
         return self.lr
 
     def check(self, work: Work) -> None:
-        _check_parts(work)
+        _check_work(work)
 
     def about(self) -> dict[str, Any]:
         name = type(self).__name__
@@ -270,9 +270,14 @@ class LeastSquares(Linear):
         return float(0.5 * np.mean(residual**2)), a.T @ residual / len(chosen)
 
 
-def _check_parts(work: Work) -> None:
+def _check_work(work: Work) -> None:
     if work.parts is not None and (work.steps > 1 or work.budget < inf):
         raise ValueError("a task on parts of a batch computes gradients: use steps=1 and no budget")
+    if work.overlap:
+        raise ValueError(
+            "overlap=True: a learner of arrays computes on the model of its task alone; use "
+            "TorchLearner, or leave overlap out"
+        )
 
 
 class NoArithmetic:

@@ -51,6 +51,15 @@ class Replica(Protocol):
 
 
 @runtime_checkable
+class Arriving(Protocol):
+    """A model whose slices may still be on their way; iterating over them waits for all."""
+
+    def __iter__(self) -> Iterator[Array]: ...
+    def here(self, done: int) -> bool:
+        """Return whether all slices are here; done: samples of the task that are computed."""
+
+
+@runtime_checkable
 class KeepingReplica(Replica, Protocol):
     """A replica that may keep a state for each worker, such as that of an inner optimizer.
 

@@ -198,6 +198,13 @@ class FlatModule:
             now = place.current().reshape(-1).float()
             self.grads[start:stop] = now - self.values[start:stop]
 
+    def add_to_buffers(self, change: Tensor) -> None:
+        """Add changes to the module's buffers, not to `values`: `buffer_change` has them again."""
+        for place, (start, stop) in self._buffer_spans():
+            part = slice(start - self.trainable, stop - self.trainable)
+            moved = self.values[start:stop] + change[part]
+            place.buffer.copy_(self._as_buffer(place, moved))
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield where each trained parameter is in the vector."""
         start = 0

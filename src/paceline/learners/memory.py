@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.logs import logger_of
-from paceline.learners.base import Array, Changed, Final, Span
+from paceline.learners.base import Array, Arriving, Changed, Final, Span
 from paceline.learners.flat import FlatModule
 
 logger = logger_of(__name__)
@@ -97,6 +97,14 @@ class Loading:
         self._flat, self._model, self._steps = flat, model, steps
         self._is_loaded = False
         self._copy: Tensor | None = None
+
+    def can_begin(self, done: int) -> bool:
+        """Return whether a call would not wait for the model.
+
+        done: the samples of the task that are computed.
+        """
+        model = self._model
+        return self._is_loaded or not isinstance(model, Arriving) or model.here(done)
 
     def __call__(self) -> None:
         if not self._is_loaded:

@@ -23,6 +23,7 @@ from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
 from paceline.data.shards import stream_of
+from paceline.learners.ahead import Ends, Start
 from paceline.learners.base import Array, Final, Outcome, Proceed
 from paceline.learners.early import EarlyGradients
 from paceline.learners.feed import Request, feed_of, move, seeded
@@ -77,6 +78,7 @@ class TorchReplica:
         # The inner optimizers that are kept between tasks. A simulator has a replica for all
         # workers, and each worker has a state of its own.
         self._inner: dict[WorkerId, Optimizer] = {}
+        self._ends = Ends(self._flat)
 
     def compute(self, model: Iterable[Array], task: Task, proceed: Proceed) -> Outcome:
         learner = self._learner
@@ -108,27 +110,31 @@ class TorchReplica:
         if task.work.parts is not None:
             return self._coded(load, task, task.work.parts, proceed)
         with self._seeded(self._samples.generator(task)):
-            load()
             if learner.outer is None:
+                load()
                 losses = self._gradient(task.samples, proceed, final)
                 self._scaler.unscale()
             else:
-                losses = self._local_steps(task, proceed)
+                start = Start(flat, load, self._ends.before(task))
+                losses = self._local_steps(task, proceed, start)
         if not losses.samples:
             return Outcome(None, 0)
         flat.buffer_change()
+        self._ends.remember(task)
         total, number, count = self._counted(losses, flat.trainable if learner.outer is None else 0)
         stats = stats_of(total, number, count)
         if is_new:
             stats = {**stats, "new_state": 1.0}
         vector = flat.grads.cpu().numpy()
-        if learner.keeps_inner_state and not np.isfinite(vector).all():
-            self.forget(task.worker)  # its moments would ruin all later results
+        carries = learner.keeps_inner_state or task.work.overlap
+        if carries and not np.isfinite(vector).all():
+            self.forget(task.worker)  # its moments, or its model, would ruin all later results
         return Outcome(vector, losses.samples, stats)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop the state of a worker's inner optimizer, as if its process had ended."""
+        """Drop what is kept of a worker's tasks, as if its process had ended."""
         self._inner.pop(worker, None)
+        self._ends.forget(worker)
 
     def _counted(self, losses: Losses, start: int) -> tuple[float, float, float | None]:
         """Multiply the vector from `start` on by the count per sample, if losses have counts.
@@ -238,10 +244,9 @@ class TorchReplica:
             self._early = EarlyGradients(self._flat)
         return self._early.watching(final)
 
-    def _local_steps(self, task: Task, proceed: Proceed) -> Losses:
+    def _local_steps(self, task: Task, proceed: Proceed, start: Start) -> Losses:
         """Take local steps, each along its mean gradient; write the model's change."""
         flat, learner = self._flat, self._learner
-        start = flat.values[: flat.trainable].clone()
         optimizer = self._inner_optimizer(task)
         losses = Losses()
         for step in range(task.work.steps):
@@ -261,7 +266,9 @@ class TorchReplica:
                 learner.inner_transform.apply(pieces, learner.inner_transform.sums(pieces))
             self._scaler.step(optimizer)
             losses.extend(found)
-        torch.sub(start, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
+            start.go_on(losses.samples)
+        start.complete()
+        torch.sub(start.model, flat.values[: flat.trainable], out=flat.grads[: flat.trainable])
         return losses
 
     def _inner_optimizer(self, task: Task) -> Optimizer:

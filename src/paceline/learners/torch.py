@@ -294,6 +294,11 @@ class TorchLearner:
                 f"{work.steps} local steps need an outer optimizer for the server: "
                 "TorchLearner(…, outer=partial(torch.optim.SGD, lr=1.0)) averages"
             )
+        if work.overlap and self.outer is None:
+            raise ValueError(
+                "overlap=True is for local steps, and this learner has no outer= optimizer; give "
+                "outer=, or leave overlap out"
+            )
         if work.budget < inf and not isinstance(self.micro_batch, int):
             raise ValueError(
                 f"a budget of {work.budget:g} s can only end work between pieces: "

@@ -143,13 +143,17 @@ def ringmaster(threshold: int, stops: bool = True) -> Gather:
     return Gather(1, threshold - 1, refill=True, preempt=stops)
 
 
-def local_sgd(steps: int, k: int | None = None) -> Gather:
+def local_sgd(steps: int, k: int | None = None, *, overlap: bool = False) -> Gather:
     """Let each worker take `steps` local steps, then average their changes.
 
     Local SGD (Stich, 2019, arXiv 1805.09767). The learner's `outer` optimizer makes the step:
     with Nesterov momentum this is DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
+
+    overlap: a worker goes on from its own model while changes and the new model travel. The steps
+        taken meanwhile are added to the new model when it arrives. With a plain average this is
+        CoCoD-SGD (Shen et al., 2019, arXiv 1906.12043).
     """
-    return Gather(k, work=Work(steps=steps))
+    return Gather(k, work=Work(steps=steps, overlap=overlap))
 
 
 def written(policy: Policy) -> str:
@@ -194,7 +198,7 @@ def _calls(policy: Gather) -> Iterator[tuple[Callable[..., Gather], dict[str, An
     if isinstance(stale, int):
         yield ringmaster, {"threshold": stale + 1, "stops": policy.preempt}
     yield asynchronous, {"max_staleness": stale, "damping": policy.combine is staleness_weighted}
-    yield local_sgd, {"steps": given.steps, "k": k}
+    yield local_sgd, {"steps": given.steps, "k": k, "overlap": given.overlap}
     if isinstance(select, Bandit | Allocate):
         learned = {name: getattr(select, name) for name in ("index", "discount", "window", "seed")}
         learned["samples"] = given.samples

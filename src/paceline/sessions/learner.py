@@ -70,7 +70,7 @@ class LoopLearner(TorchLearner):
                 "a session cannot end a batch after a time: its loop belongs to the user; use "
                 "k_sync, or deadline(…) with pl.Trainer"
             )
-        if work.steps > 1 and self.outer is None:
+        if (work.steps > 1 or work.overlap) and self.outer is None:
             raise ValueError(
                 "a session computes one gradient for each task; use pl.local_steps for local steps"
             )

@@ -126,6 +126,7 @@ class Settings:
             model_codec=self.given.model_codec,
             skip_limit=self.given.skip_limit if self.given.on_not_finite == "skip" else 0,
             adapts=isinstance(self.policy.acting.placement, BySpeed),
+            overlaps=any(work.overlap for work in self.policy.works()),
         )
 
     def about(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ TEXTS = [
     "ringmaster(4, stops=False)",
     "local_sgd(10)",
     "local_sgd(10, k=3)",
+    "local_sgd(10, overlap=True)",
     "bandit(4)",
     "bandit(4, hedge=2, index=Thompson(), discount=0.98)",
     "bandit(4, minimize='dollars')",

@@ -274,6 +274,11 @@ class Ray:
                 "other nodes, and there are %d servers; use servers='spread' and several nodes",
                 count,
             )
+        if not count and job.overlaps:
+            logger.warning(
+                "overlap=True has no effect: the driver keeps the model, and workers begin when it "
+                "has arrived; use Ray(servers='spread') with workers on several nodes"
+            )
         if not count:
             results = Results(job.server, job.wants, job.codec, job.model_codec, job.steps)
             return DriverReducer(results, under_way.stepped, encoded=job.codec is not None)

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
 Order: TypeAlias = bytes
 Reply: TypeAlias = tuple[Any, ...]
 # Fields that JSON does not change.
-_OF_WORK = "n_parts", "samples", "steps", "budget", "shares"
+_OF_WORK = "n_parts", "samples", "steps", "budget", "shares", "overlap"
 _OF_TASK = "version", "since", "samples", "offset", "attempt"
 
 
@@ -127,6 +127,20 @@ models, and the layout of the model."""
 
 class Gone(Exception):
     """The requested object is no longer here."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A model on its way to this worker, which is opened when it is here."""
+
+    incoming: Incoming
+    opened: Callable[[], Iterator[Array]]
+
+    def here(self, done: int) -> bool:
+        return self.incoming.here(done)
+
+    def __iter__(self) -> Iterator[Array]:
+        return self.opened()
 
 
 class Worker(Holder):
@@ -231,8 +245,8 @@ class Worker(Holder):
             return self._abandoned != token and self._clock() < until
 
         try:
-            model_slices = self._opened(incoming, cut)
-            outcome = self._compute(model_slices, task, proceed, self._early(task, spans))
+            opened = _Opening(incoming, lambda: self._opened(incoming, cut))
+            outcome = self._compute(opened, task, proceed, self._early(task, spans))
         except GivenUp:
             return _reply(token, Outcome(None, 0), 0.0), *(None for _ in spans)
         except (ray.exceptions.RayError, Changed):  # to be computed again

@@ -80,9 +80,9 @@ class LostResults:
                 f"the result of task {result.task.id} is lost, and so is version "
                 f"{result.model.number} of the model that it was computed on"
             )
-        # As many samples as the first time, without the budget. Parts are of the whole batch: a
-        # task computes all of them or none.
-        task, work = result.task, replace(result.task.work, budget=inf)
+        # As many samples as the first time, without the budget, and on that version of the model.
+        # Parts are of the whole batch: a task computes all of them or none.
+        task, work = result.task, replace(result.task.work, budget=inf, overlap=False)
         samples = result.samples // work.steps if work.parts is None else task.samples
         self._do(Redo(replace(task, work=work, samples=samples), result.model, avoid))
 

@@ -176,6 +176,7 @@ class Step:
         """Return the seconds that each worker's result was on its way to most servers.
 
         One server with a slow link is the last for all workers: that says nothing about theirs.
+        Results that travel during other tasks are left out, since no worker waits for them.
         """
         known = [each for each in self.done.values() if len(each) == len(self.results)]
         if self.overtaken or len(known) < len(self.done):  # what servers fetched again took longer
@@ -183,6 +184,8 @@ class Step:
         found = dict[WorkerId, float]()
         for result, seconds in zip(self.results, zip(*known, strict=True), strict=False):
             worker, middle = result.token.worker, round(median(seconds), 4)
+            if result.task.work.overlap:
+                continue
             found[worker] = max(found.get(worker, 0.0), middle)
         return found
 

@@ -104,6 +104,10 @@ class Incoming:
         self._wake.set()
         give_up(self._held)
 
+    def here(self, done: int = 0) -> bool:
+        """Return whether iterating would not wait; done: see `Arriving`."""
+        return self._wake.is_set()
+
     def __iter__(self) -> Iterator[Array]:
         begin = self._clock()
         if not self._wake.wait(self._patience):
