@@ -18,7 +18,7 @@ types:
 	$(PYTHON) -m mypy
 
 test:  ## fast tests and doctests, no cluster; what fails is tried once more, and named
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --reruns=1 -raR -m "not cluster and not fresh" tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --reruns=1 -raR -m "not cluster and not fresh and not long" tests
 	$(PYTHON) -m pytest --doctest-modules src/paceline
 
 coverage:  ## statements and branches of core/ and policies/ in their unit tests; below 90 % is a failure
@@ -29,8 +29,9 @@ coverage:  ## statements and branches of core/ and policies/ in their unit tests
 cluster:  ## the tests on a real Ray, started on this machine; what fails is tried once more, and named
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "cluster and not timing and not long" tests/cluster tests/contract
 
-long:  ## more tests on a real Ray, which take long together: after a change of what they test, before a release
-	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and not timing" tests/cluster tests/contract
+long:  ## more tests, with more seeds and on a real Ray, which take long together: after a change of what they test, before a release
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal --reruns=1 -raR -m "long and not cluster" tests
+	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m "long and cluster and not timing" tests/cluster tests/contract
 
 timing:  ## the tests on a real Ray that measure time, with real stragglers: on an idle machine
 	$(PYTHON) -m pytest --durations=15 --timeout=900 --reruns=1 -raR -m timing tests/cluster

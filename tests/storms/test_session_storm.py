@@ -39,7 +39,10 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
 
 
-@pytest.mark.parametrize("first", range(0, STORMS, _EACH))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.long] * (n > 0)) for n in range(0, STORMS, _EACH)],
+)
 def test_what_was_promised_holds_in_a_storm(first: int, tmp_path: Path) -> None:
     outcomes = [play(seed, tmp_path / str(seed)) for seed in range(first, first + _EACH)]
     kinds = set().union(*(outcome.faults for outcome in outcomes))

@@ -37,13 +37,14 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_promised_holds_in_a_storm(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_what_was_promised_holds_in_a_storm(case: str, first: int, tmp_path: Path) -> None:
     faults = 0
-    for seed in range(6):
+    for seed in range(first, first + 3):
         outcome = play(seed, tmp_path / str(seed), case)
         assert outcome.case.name == case
         faults += outcome.faults.total()
-    assert faults > 30
+    assert faults > 10
 
 
 def test_a_draining_worker_that_waits_for_a_lost_result_computes_it(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "growing": lambda: pl.k_sync(pl.policies.GrowOnNoise(1, 3, memory=5)),
     "gossip": lambda: pl.gossip.Gossip(pl.gossip.ring(3)),
 }
+SOON = "by_speed", "growing", "gossip"
+"""Those of CI, which keep the most."""
 
 
 class Weighed(pl.Callback):
@@ -63,7 +65,10 @@ def grown(policy: Policy, journal: Path | None, *more: pl.Callback) -> int:
     return weighed.bytes[LAST] - weighed.bytes[FIRST]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SOON else pytest.param(name, marks=pytest.mark.long) for name in POLICIES],
+)
 def test_memory_does_not_grow_with_steps(name: str, tmp_path: Path) -> None:
     # Nodes take turns, so that a block of each and of all together may be in memory or not.
     more = 4 * 12 * 8 * BLOCK if name == "gossip" else 0

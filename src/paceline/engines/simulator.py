@@ -2,8 +2,9 @@
 
 A task takes the time of three parts: the model's download, computing, and the result's upload. The
 download takes latency + bytes / bandwidth. Computing follows a delay model, scaled by the amount of
-work. With `Work.overlap` the result before and the download travel while the worker computes. A
-gradient is computed when it arrives, so a cancelled task costs nothing.
+work. With `Work.overlap` a worker answers when it has computed. Its result follows, and a step waits
+for that; the worker's next task begins before its model has arrived. A gradient is computed when it
+arrives, so a cancelled task costs nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ class _Run:
     samples: int
     wanted: bool = True
     news: Finished | None = None  # the event of its result, while the result is in flight
-    ended: float = 0.0  # when it has computed; its result arrives later
     without: float = 0.0  # samples that it computes before its model has arrived
 
 
@@ -99,7 +99,7 @@ class _Worker:
     uplink: Uplink | None = None
     known: int | None = None  # the version of the public copy that it has
     got: int = 0  # bytes of the last model that it received
-    last: tuple[int, float] | None = None  # the version of its last task, and when it had computed
+    last: int | None = None  # the version of its last task with `overlap`
 
 
 @dataclass(slots=True)
@@ -183,8 +183,7 @@ class Simulator:
         self._bytes = self._sent = job.learner.message_bytes
         self._rng = np.random.Generator(np.random.PCG64(job.seed))
         self._now = self._ready = job.began
-        self._barrier = job.began  # when the last result that has arrived was computed
-        self._stepped = -inf
+        self._arrivals: dict[TaskId, float] = {}  # of results that follow their answer
         self._order = 0
         self._interruption: Interrupted | None = None
         self._lazy = False  # whether a message's length is known only when it is sent
@@ -312,6 +311,7 @@ class Simulator:
                 self._step(command)
             case Discard(id):
                 self._results.drop(id)
+                self._arrivals.pop(id, None)
                 self._refund(id)
             case SetTimer(name, at):
                 if at < inf:
@@ -333,29 +333,21 @@ class Simulator:
             worker.known = task.version
             if changes is not None:
                 worker.got = sum(each.nbytes for each in changes)
-        arrival = max(self._now, self._ready) + link.latency + worker.got / link.down
-        begin = self._early(worker, task, arrival)
+        begin = arrival = max(self._now, self._ready) + link.latency + worker.got / link.down
+        early = task.work.overlap and worker.last == task.version - 1
+        if early:
+            begin = min(self._now + link.latency, arrival)
         seconds = worker.delay.sample(self._rng, begin, worker.memory) * total * self._per_sample
         if seconds > task.work.budget:
             total = int(total * task.work.budget / seconds)
             seconds = task.work.budget
-        ended = max(begin + seconds, arrival)
         without = total * (arrival - begin) / seconds if seconds else 0.0
-        worker.run = _Run(task, seconds, total, ended=ended, without=without)
-        sent = self._sent / task.work.messages
-        self._push(ended + link.latency + sent / link.up, task)
-
-    def _early(self, worker: _Worker, task: Task, arrival: float) -> float:
-        """Return when a task begins: with `overlap`, before its model has arrived.
-
-        A worker answers when it has computed, and its result travels meanwhile. So the tasks after
-        a step begin when the last of its workers has computed.
-        """
-        version, ended = worker.last or (-1, 0.0)
-        took_part = version == task.version - 1 and self._now == self._stepped
-        if not task.work.overlap or not took_part:
-            return arrival
-        return min(max(ended, self._barrier), arrival)
+        worker.run = _Run(task, seconds, total, without=without)
+        answered = max(begin + seconds, arrival) + link.latency
+        way = self._sent / task.work.messages / link.up
+        if task.work.overlap:
+            self._arrivals[task.id] = answered + way
+        self._push(answered if task.work.overlap else answered + way, task)
 
     def _finish(self, task: Task) -> Event | None:
         worker = self._workers[task.worker]
@@ -366,10 +358,12 @@ class Simulator:
         if run.wanted and self._arithmetic and run.news is None:
             run.news = self._computed(worker, run)
             if self._lazy and (seconds := (run.news.sent or 0) / worker.link.up):
-                self._push(self._now + seconds, task)
-                return None
-        worker.run, worker.last = None, (task.version, run.ended)
-        self._barrier = max(self._barrier, run.ended)
+                if not task.work.overlap:
+                    self._push(self._now + seconds, task)
+                    return None
+                self._arrivals[task.id] = self._now + seconds
+        worker.run = None
+        worker.last = task.version if task.work.overlap else None
         if worker.waiting:
             self._begin(worker, worker.waiting.popleft())
         if not run.wanted:  # could not be interrupted; the coordinator will discard it
@@ -434,6 +428,7 @@ class Simulator:
         else:
             worker.waiting.remove(task)
         self._results.drop(task.id)  # if it was in flight
+        self._arrivals.pop(task.id, None)
         self._senders.pop(task.id, None)
         self._forget(task)
 
@@ -468,6 +463,7 @@ class Simulator:
             self._results.forget(name)
         for task in gone:
             self._results.drop(task.id)
+            self._arrivals.pop(task.id, None)
             self._senders.pop(task.id, None)
             self._forget(task)
 
@@ -476,8 +472,9 @@ class Simulator:
         if not step.keep:
             for id in step.weights:
                 self._senders.pop(id, None)
-        self._stepped = self._now
-        self._ready = max(self._now, self._ready) + self._update  # steps follow each other
+        arrived = max((self._arrivals.pop(id, -inf) for id in step.weights), default=-inf)
+        # Steps follow each other.
+        self._ready = max(self._now, self._ready, arrived) + self._update
         self._push(self._ready, Stepped(self._results.version, stats))
 
     def _refund(self, id: TaskId) -> None:
@@ -531,12 +528,11 @@ class Simulator:
         if any(count is not None for count in counts.values()):
             data["counts"] = counts
         if self._job.overlaps:
-            ends = {
-                name: [worker.last, run and run.ended, run and run.without]
+            early = {
+                name: [worker.last, worker.run.without if worker.run else 0.0]
                 for name, worker in self._workers.items()
-                for run in [worker.run]
             }
-            data["overlap"] = [self._barrier, self._stepped, ends]
+            data["overlap"] = [self._arrivals, early]
         return Saved(arrays, encode(data))
 
     def _load(self, saved: Saved) -> None:
@@ -563,12 +559,12 @@ class Simulator:
                           if k.startswith(prefix)}  # fmt: skip
                 worker.uplink.load_state_dict(memory, self._whole)
                 memories[name] = memory
-        self._barrier, self._stepped, ends = data.get("overlap", [self._now, -inf, {}])
-        for name, (last, ended, without) in ends.items():
+        self._arrivals, early = data.get("overlap", [{}, {}])
+        for name, (last, without) in early.items():
             worker = self._workers[name]
             worker.last = last
             if worker.run is not None:
-                worker.run.ended, worker.run.without = ended, without
+                worker.run.without = without
         self._results.load(saved.arrays, data["losses"], data.get("counts", {}), memories)
         if self._arithmetic:
             for task in self._tasks.values():

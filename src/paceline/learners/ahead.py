@@ -28,15 +28,15 @@ class Ends:
         self._flat = flat
         self._last: dict[WorkerId, tuple[int, Tensor]] = {}  # the task's version, and the model
 
-    def remember(self, task: Task) -> None:
-        """Keep the model at which a task ended; the change of its buffers is in `grads`."""
-        if task.work.overlap:
+    def remember(self, task: Task, samples: int) -> None:
+        """Keep the model at which a whole task ended; the change of its buffers is in `grads`."""
+        if task.work.overlap and samples == task.computed:
             end = self._flat.values.clone()
             end[self._flat.trainable :] += self._flat.grads[self._flat.trainable :]
             self._last[task.worker] = task.version, end
 
     def before(self, task: Task) -> Tensor | None:
-        """Return the model from which a task may begin: its worker took part in the last step."""
+        """Return the model from which a task may begin: its worker was in the round before."""
         version, end = self._last.get(task.worker, (-1, None))
         return end if task.work.overlap and version == task.version - 1 else None
 
@@ -44,10 +44,10 @@ class Ends:
         self._last.pop(worker, None)
 
 
-class Start:
+class EarlyStart:
     """Loads the model of a task, or the worker's own if that of the task has yet to arrive.
 
-    model: the trained parameters of the task's model; steps before it came are added to it.
+    model: the trained parameters that were loaded; from `complete` on, those of the task's model.
     """
 
     def __init__(self, flat: FlatModule, load: Loading, own: Tensor | None) -> None:
@@ -66,7 +66,11 @@ class Start:
 
     def go_on(self, done: int) -> None:
         """Put the model in place if it has arrived; done: samples of the task that are computed."""
-        if self._own is not None and self._load.can_begin(done):
+        if self._own is None:
+            return
+        if self._flat.values.is_cuda:  # otherwise all steps are launched before the first is done
+            torch.cuda.synchronize()
+        if self._load.can_begin(done):
             self.complete()
 
     @torch.no_grad()

@@ -64,8 +64,8 @@ class KeepingReplica(Replica, Protocol):
     """A replica that may keep a state for each worker, such as that of an inner optimizer.
 
     Its results then depend on the earlier tasks of the worker, so another worker computes other
-    ones. The state is lost with the worker's process. The first result without it, after version 0,
-    has `stats["new_state"]`.
+    ones. The state is lost with the worker's process. The first result without that of an inner
+    optimizer, after version 0, has `stats["new_state"]`.
     """
 
     def forget(self, worker: WorkerId) -> None:

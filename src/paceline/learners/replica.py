@@ -23,7 +23,7 @@ from paceline.data.partition.base import Partition
 from paceline.data.sampling import Samples
 from paceline.data.seeding import generator
 from paceline.data.shards import stream_of
-from paceline.learners.ahead import Ends, Start
+from paceline.learners.ahead import EarlyStart, Ends
 from paceline.learners.base import Array, Final, Outcome, Proceed
 from paceline.learners.early import EarlyGradients
 from paceline.learners.feed import Request, feed_of, move, seeded
@@ -115,12 +115,12 @@ class TorchReplica:
                 losses = self._gradient(task.samples, proceed, final)
                 self._scaler.unscale()
             else:
-                start = Start(flat, load, self._ends.before(task))
+                start = EarlyStart(flat, load, self._ends.before(task))
                 losses = self._local_steps(task, proceed, start)
         if not losses.samples:
             return Outcome(None, 0)
         flat.buffer_change()
-        self._ends.remember(task)
+        self._ends.remember(task, losses.samples)
         total, number, count = self._counted(losses, flat.trainable if learner.outer is None else 0)
         stats = stats_of(total, number, count)
         if is_new:
@@ -244,7 +244,7 @@ class TorchReplica:
             self._early = EarlyGradients(self._flat)
         return self._early.watching(final)
 
-    def _local_steps(self, task: Task, proceed: Proceed, start: Start) -> Losses:
+    def _local_steps(self, task: Task, proceed: Proceed, start: EarlyStart) -> Losses:
         """Take local steps, each along its mean gradient; write the model's change."""
         flat, learner = self._flat, self._learner
         optimizer = self._inner_optimizer(task)

@@ -83,7 +83,8 @@ def _whole_batches(journal: Journal) -> bool:
         for command in entry.commands:
             if isinstance(command, Start):
                 task = command.task
-                fresh = fresh and task.work.steps == 1 and task.work.parts is None
+                work = task.work
+                fresh = fresh and work.steps == 1 and work.parts is None and not work.overlap
                 tasks[task.id] = task.version
             elif isinstance(command, Step):
                 fresh = fresh and all(tasks.get(id, version) == version for id in command.weights)

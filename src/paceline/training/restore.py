@@ -107,6 +107,12 @@ def restore(
                     "%s has no state of the workers' inner optimizers: each begins with a new one",
                     place,
                 )
+            elif any(work.overlap for work in settings.policy.works()):
+                logger.warning(
+                    "%s has no models of workers in mid-round: with overlap=True, each begins from "
+                    "the run's model, on another trajectory",
+                    place,
+                )
             return start
         except (OtherRun, Unreachable):
             raise

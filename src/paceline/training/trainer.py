@@ -319,9 +319,9 @@ class Trainer:
         The trainer must have the same settings as the one that saved it. A folder's damaged or
         unfit checkpoints are passed over with a warning; at a path of its own, such a checkpoint
         raises. On the simulator, and on Ray under `sync`, the trajectory is bit for bit the
-        interrupted one. A decentralized run starts all nodes again, each with its own model and
-        at its next sample, on another trajectory. With `missing_ok`, a run without checkpoints
-        begins at the beginning.
+        interrupted one, but for what workers keep of local steps. A decentralized run starts all
+        nodes again, each with its own model and at its next sample, on another trajectory. With
+        `missing_ok`, a run without checkpoints begins at the beginning.
 
         allow: settings that may differ: "policy" (also the number of workers), "optimizer" (also
             schedules and transforms), "batch_size". Each sample is still used once per epoch.

@@ -46,6 +46,7 @@ def to_target(progress: pl.Progress) -> bool:
     return progress.loss <= TARGET
 
 
+@pytest.mark.long
 def test_who_has_become_slow_is_no_longer_waited_for() -> None:
     run = trainer(planned(pl.sync()), SLOWER).fit(until=to_target, steps=1000)
     waits = trainer(pl.sync(), SLOWER).fit(until=to_target, steps=1000)
@@ -144,6 +145,7 @@ def test_those_given_up_at_each_step_are_seen_to_be_quick_again() -> None:
     assert "w5 takes 0.1" in run.policy.changes[0]  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_slow_messages_are_noticed() -> None:
     links = [pl.delays.Link()] * 5 + [pl.delays.Link(4.0)]
     engine = pl.Simulator(6, [STEADY] * 6, links, unit=1)

@@ -72,6 +72,7 @@ def test_a_bad_forecast_of_fresh_gradients_is_found_out_early(policy: Policy, sl
     assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
+@pytest.mark.long
 def test_it_is_resumed_in_the_middle(tmp_path: Path) -> None:
     """Before the comparison of the steps, and after it, under the policy that it chose."""
     engine = pl.Simulator(6, by_turns(1), unit=1)
@@ -111,6 +112,7 @@ def alarms(policy: Policy, law: Delay, times: float, age: int, draws: int) -> fl
     return found / draws
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "age"),
     [(pl.sync(), 60), (pl.k_sync(4), 20), (pl.bandit(3), 60)],

@@ -68,6 +68,7 @@ def test_slow_links_get_a_codec_or_local_steps() -> None:
     assert found.forecast.seconds < 0.6 * plain.seconds
 
 
+@pytest.mark.long
 def test_the_dear_are_left_out_if_money_counts() -> None:
     prices = pl.Prices({"w0": 1.0, "w1": 9.0, "w2": 1.0, "w3": 9.0})
     fleet = profile(*[pl.delays.Fixed(SHARE)] * 4, prices=prices)
@@ -80,12 +81,14 @@ def test_the_dear_are_left_out_if_money_counts() -> None:
     assert quick.forecast.dollars > 2 * found.forecast.dollars
 
 
+@pytest.mark.long
 def test_bytes_are_saved_if_they_count() -> None:
     found = pl.plan(EQUAL, target=TARGET, minimize="bytes")
     quick = of_equal()
     assert found.forecast.bytes < 0.5 * quick.forecast.bytes
 
 
+@pytest.mark.long
 def test_the_seed_settles_all() -> None:
     fleet = profile(*[pl.delays.Exponential(SHARE)] * 2)
     one, two = (str(pl.plan(fleet, target=TARGET, seed=7)) for _ in range(2))
@@ -157,6 +160,7 @@ def test_refusals() -> None:
         pl.plan(EQUAL, target=TARGET, workers=7)
 
 
+@pytest.mark.long
 def test_noise_is_met_by_lower_learning_rates() -> None:
     noisy = pl.learners.Quadratic((1.0,) * 16, noise=3.0, lr=0.004, batch_size=8)
     workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Fixed(0.1)) for i in range(2)}
@@ -168,6 +172,7 @@ def test_noise_is_met_by_lower_learning_rates() -> None:
     assert found.forecast.risk == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_costs_nothing_is_taken() -> None:
     prices = pl.Prices({"w0": 0.0, "w1": 1.0, "w2": 1.0})
     found = pl.plan(
@@ -176,6 +181,7 @@ def test_a_worker_that_costs_nothing_is_taken() -> None:
     assert found.forecast.dollars == 0
 
 
+@pytest.mark.long
 def test_few_steps_can_be_planned() -> None:
     assert pl.plan(EQUAL, target=2.0, max_steps=25).forecast.steps <= 25
 

@@ -82,6 +82,7 @@ def test_workers_count_by_their_data(policy: Ringleader) -> None:
         assert list(parts.values()) == pytest.approx(data)
 
 
+@pytest.mark.long
 def test_the_optimum_is_that_of_all_samples() -> None:
     """Steps on each result as it comes follow the fast worker; its data are 1/12 of all."""
     best = float(np.average(OPTIMA, weights=SIZES))

@@ -209,7 +209,7 @@ class RayJob:
     def redo(self, task: Task, model: Model, avoid: str = "") -> None:
         """Recompute a task whose result was lost after it was reported.
 
-        Any worker gives the same result, so the policy need not know. The next idle worker gets the
+        Any worker gives a result that is as good, so the policy need not know. The next idle worker gets the
         task: a busy worker may itself wait for the step that needs the result.
 
         avoid: a node whose workers do not get it, unless there are no others.

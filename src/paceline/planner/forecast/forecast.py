@@ -135,12 +135,15 @@ def forecast(
 
     codec: of results. Of Half, BFloat16, Int8, and these or TopK under Feedback, the loss of
         accuracy is known. TopK is simulated as sending random numbers, which is worse. Of other
-        codecs, such as Lazy, only the cost of a step is forecast.
+        codecs, such as Lazy, and of local steps with `overlap`, only the cost of a step is
+        forecast.
     seeds: the number of simulated runs.
     max_steps: steps after which the target counts as not reached.
     on_progress: called after each seed with the share that is done.
     """
     target, unknown = float(target), unknown_of(profile, codec)
+    if not unknown and any(work.overlap for work in policy.works()):
+        unknown = "how many more rounds local steps take with overlap=True is not modeled"
     if not unknown:
         check_target(profile, target)
     if not (isfinite(learning_rate) and learning_rate > 0) or seeds < 1 or max_steps < 1:

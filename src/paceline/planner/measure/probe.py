@@ -469,6 +469,11 @@ def profile_of(
             "all messages were of one size, so that latency and bandwidth are not told apart, and "
             "codecs seem to save no time; pl.profile() sends messages of several sizes"
         )
+    if any(task.work.overlap for each in journals for task in started(each)):
+        notes.append(
+            "messages that traveled during local steps (overlap=True) were not measured, so links "
+            "seem faster than they are; pl.profile() measures them"
+        )
     surface = None
     if curvature is not None or (learner is not None and is_sgd(learner)):
         surface = _surface(learner, curvature, floor)
@@ -484,6 +489,12 @@ def profile_of(
         codes=learner is None or _can(learner, PARTS),
         optimizer=None if learner is None else optimizer_of(learner),
     )
+
+
+def started(journal: Journal) -> Iterator[Task]:
+    """Yield the tasks of a journal."""
+    for entry in journal:
+        yield from (command.task for command in entry.commands if isinstance(command, Start))
 
 
 def _goes_on(journal: Journal) -> bool:

@@ -379,6 +379,7 @@ def test_fresh_steps_grow_beyond_two() -> None:
     assert not grows([(Read(0, 1.0, 0.1),)], 4.0, 1.2, 0.9)  # 2 (1 + β) / (1 - β) = 38
 
 
+@pytest.mark.long
 def test_an_unstable_policy_ranks_last_and_says_so() -> None:
     """η λ M is 6.3 for eight stale workers, above any limit here, and 0.8 for fresh gradients."""
     workers = {f"w{i}": pl.planner.WorkerProfile(pl.delays.Erlang(8, 0.1)) for i in range(8)}

@@ -258,6 +258,7 @@ def regret(index: pl.selection.Index, rounds: int, seed: int) -> list[float]:
     return list(np.cumsum([seconds[group] - slowest(MEANS[:3]) for group in groups]))
 
 
+@pytest.mark.long
 def test_regret_grows_as_the_logarithm_and_not_as_the_rounds() -> None:
     """Oracle S1 over 2,000 rounds: KL-LCB and Thompson lose little, the paper's radius ten times
     as much; the benchmark has the whole of it."""
@@ -319,6 +320,7 @@ def test_forgetting_finds_the_quick_again_when_speeds_change(
     assert last(policy, changed(policy) - 5) <= 0.2 * 150
 
 
+@pytest.mark.long
 def test_without_forgetting_who_became_quick_is_not_found_again() -> None:
     """From t=200 on (1,900 rounds) the slow are three times as quick as the quick ones are."""
     delays = [*[Changed(0.1, 0.1, 200.0)] * 3, *[Changed(0.4, 0.03, 200.0)] * 3]

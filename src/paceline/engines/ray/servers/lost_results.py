@@ -1,7 +1,8 @@
 """Results that are lost with a node, or that a server refuses.
 
-Any worker computes such a result again: a task gives the same result on every worker. The worker of
-a refused one is replaced.
+Any worker computes such a result again: a task gives the same result on every worker. Local steps
+with a kept state, or with `overlap`, give another one, which is as good. The worker of a refused
+result is replaced.
 """
 
 from __future__ import annotations
