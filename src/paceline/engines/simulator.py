@@ -2,9 +2,9 @@
 
 A task takes the time of three parts: the model's download, computing, and the result's upload. The
 download takes latency + bytes / bandwidth. Computing follows a delay model, scaled by the amount of
-work. With `Work.overlap` a worker answers when it has computed. Its result follows, and a step waits
-for that; the worker's next task begins before its model has arrived. A gradient is computed when it
-arrives, so a cancelled task costs nothing.
+work. With `Work.overlap` a worker answers when it has computed. Its result follows, and a step
+waits for that; the worker's next task begins before its model has arrived. A gradient is computed
+when it arrives, so a cancelled task costs nothing.
 """
 
 from __future__ import annotations

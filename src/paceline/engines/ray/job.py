@@ -209,8 +209,8 @@ class RayJob:
     def redo(self, task: Task, model: Model, avoid: str = "") -> None:
         """Recompute a task whose result was lost after it was reported.
 
-        Any worker gives a result that is as good, so the policy need not know. The next idle worker gets the
-        task: a busy worker may itself wait for the step that needs the result.
+        Any worker gives a result that is as good, so the policy need not know. The next idle worker
+        gets the task: a busy worker may itself wait for the step that needs the result.
 
         avoid: a node whose workers do not get it, unless there are no others.
         """
