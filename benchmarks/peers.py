@@ -61,7 +61,6 @@ ARMS: dict[str, tuple[type[families.Family], str]] = {
     "ray train": (families.RayTrain, "step"),
     "torchft": (families.Torchft, "step"),
     "torchft diloco": (families.Torchft, "local"),
-    "torchft diloco + overlap": (families.Torchft, "local, overlap"),
     "hivemind": (families.Hivemind, "step"),
     "sync": (families.Paceline, "step"),
     "sync + shares": (families.Paceline, "step"),

@@ -14,7 +14,6 @@ FUNCTIONS = {
     "local_steps + overlap": "local_steps",
     "torchft": "per_step",
     "torchft diloco": "diloco",
-    "torchft diloco + overlap": "diloco",
 }
 
 

@@ -20,7 +20,6 @@ from arms.task import LOCAL, Order, Watch, meet
 from paceline.data.sampling import Stream
 
 TIMEOUT = timedelta(seconds=60)
-DELAY = 4  # local steps while the changes of a round travel, of those with overlap
 SHORT = timedelta(seconds=10)  # of a run whose hosts go and come: a collective waits so long
 
 
@@ -56,8 +55,7 @@ def diloco(order: Order, watch: Watch, host: int, meeting: str) -> None:
     manager = managed(order, host, meeting, use_async_quorum=False, **parts)
     stream, share = Stream(len(data), order.seed), order.batch // order.hosts
     watch.begin(0, model)
-    delay = DELAY if "overlap" in order.arm else 0
-    with DiLoCo(manager, [model], optimizer, outer, sync_every=LOCAL, fragment_sync_delay=delay):
+    with DiLoCo(manager, [model], optimizer, outer, sync_every=LOCAL):
         taken = 0
         while not watch.over(step := manager.current_step() * LOCAL + taken % LOCAL):
             chosen = stream.indices(step * order.batch + host * share, share)
@@ -103,7 +101,7 @@ def managed(
     return manager
 
 
-ARMS = {"torchft": per_step, "torchft diloco": diloco, "torchft diloco + overlap": diloco}
+ARMS = {"torchft": per_step, "torchft diloco": diloco}
 
 
 def main(host: int, ip: str, meeting: str) -> None:

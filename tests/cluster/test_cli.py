@@ -58,6 +58,7 @@ def test_the_doctor_examines_a_cluster() -> None:
     assert "error" not in {finding["level"] for finding in found["findings"]}
 
 
+@pytest.mark.long
 def test_a_script_on_ray_is_measured_and_trained(tmp_path: Path) -> None:
     script, fleet = tmp_path / "train.py", tmp_path / "fleet.json"
     script.write_text(SCRIPT)

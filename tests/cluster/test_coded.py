@@ -49,7 +49,11 @@ class Kill(pl.Callback):
             os.kill(self._engine.pids()[self._victims[progress.step]], signal.SIGKILL)
 
 
-@pytest.fixture(scope="module", params=["driver", 2], ids=["driver", "servers"])
+@pytest.fixture(
+    scope="module",
+    params=["driver", pytest.param(2, marks=pytest.mark.long)],
+    ids=["driver", "servers"],
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[pl.Ray]:
     with pl.Ray(workers=6, servers=request.param, timeout=60, respawns=0) as engine:
         yield engine

@@ -135,6 +135,7 @@ def test_a_lost_worker_is_created_anew_and_takes_part(
     assert mine & used
 
 
+@pytest.mark.long
 def test_a_paused_worker_is_given_up_after_the_timeout() -> None:
     with pl.Ray(workers=2, timeout=4, start_timeout=60, respawns=1) as engine:
         paused: list[int] = []
@@ -215,6 +216,7 @@ def test_nobody_waits_for_a_slowed_worker_and_its_late_results_are_not_used(
     assert not [e for e in run.journal if isinstance(e.event, Left)]
 
 
+@pytest.mark.long
 def test_a_repeated_or_foreign_answer_is_not_taken(
     ray_workers: pl.Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_repeated_or_foreign_answer_is_not_taken(
     assert not [c for e in run.journal for c in e.commands if isinstance(c, Discard)]
 
 
+@pytest.mark.long
 def test_an_answer_that_nobody_looked_at_in_time_is_not_overdue() -> None:
     """The driver is busy for longer than the timeout, as with an evaluation in a callback."""
 
@@ -310,6 +313,7 @@ def nothing_but_nan(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor
     return cross_entropy(model, batch) * float("nan")
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_finite_on_anyone_ends_the_run(ray_workers: pl.Ray) -> None:
     plain = make_learner()
     learner = pl.TorchLearner(
@@ -331,6 +335,7 @@ def test_an_address_that_is_not_used_is_named(
     assert "instead of" not in caplog.text
 
 
+@pytest.mark.long
 def test_a_drained_worker_finishes_its_task_and_is_replaced() -> None:
     """Nothing is redone: each drained worker leaves after its result."""
     with pl.Ray(workers=3, start_timeout=60) as engine:

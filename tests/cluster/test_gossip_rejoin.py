@@ -32,6 +32,7 @@ class Kill(pl.Callback):
             progress.stop("long enough after its return")
 
 
+@pytest.mark.long
 def test_a_killed_node_joins_again() -> None:
     learner, engine = make_learner(hidden=256, batch_size=256), pl.Ray(4)
     kill = Kill(engine)

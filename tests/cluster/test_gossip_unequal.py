@@ -17,6 +17,7 @@ RATE = 0.02
 SIZES = {"w0": 10, "w1": 10, "w2": 10, "w3": 70}
 
 
+@pytest.mark.long
 def test_steps_count_by_samples(tmp_path: Path) -> None:
     tiles = pl.partition.Partition(np.repeat(range(4), list(SIZES.values())))
     learner = pl.learners.LeastSquares(np.ones((100, 1)), (tiles.of == 3) * 1.0, RATE, 40)

@@ -81,6 +81,7 @@ def test_it_is_diloco(tmp_path: Path) -> None:
     assert sum(isinstance(c, Step) for e in run for c in e.commands) == ROUNDS
 
 
+@pytest.mark.long
 def test_steps_go_on_while_changes_travel(tmp_path: Path) -> None:
     launch(tmp_path, "alone", "overlap", "silent")  # and without a loss, which is for reports only
     one, other = found(tmp_path)

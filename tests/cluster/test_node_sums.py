@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("node_sums_run.py")
 
 
+@pytest.mark.long
 def test_two_workers_on_each_of_two_nodes() -> None:
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     done = subprocess.run(

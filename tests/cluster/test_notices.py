@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("notices_run.py")
 
 
+@pytest.mark.long
 def test_workers_and_slices_leave_before_their_machine() -> None:
     """After SIGTERM, a notice of a cloud, and `ray drain-node`, one after the other."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))

@@ -26,7 +26,11 @@ def address() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("policy", "count", "seed"),
-    [("sync", 3, 1), pytest.param("k_sync", 2, 7, marks=pytest.mark.long)],
+    [
+        ("sync", 1, 1),
+        pytest.param("sync", 3, 1, marks=pytest.mark.long),
+        pytest.param("k_sync", 2, 7, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_driver_leaves_no_trace(policy: str, count: int, seed: int, address: str) -> None:
     """Bits, samples, processes: `kills` raises if any of them is not as it should be."""

@@ -234,6 +234,7 @@ def test_under_every_policy_a_killed_server_costs_no_step(
     assert pl.protocol.replay(run.driven_policy, run.journal) == run.journal
 
 
+@pytest.mark.long
 def test_a_paused_server_is_given_up_after_the_timeout() -> None:
     with pl.Ray(workers=2, servers=2, timeout=5, start_timeout=60) as engine:
 

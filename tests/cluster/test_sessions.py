@@ -117,6 +117,7 @@ def every_sample_is_told(journal: pl.Journal) -> None:
     assert all(before[1] <= after[0] for before, after in pairwise(used))
 
 
+@pytest.mark.long
 def test_the_bits_of_a_trainer(tmp_path: Path) -> None:
     launch(4, tmp_path, loader=2)
     found = models(tmp_path)
@@ -129,6 +130,7 @@ def test_the_bits_of_a_trainer(tmp_path: Path) -> None:
     assert sum(isinstance(entry.event, Finished) for entry in run) == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kills", "steps"), [(4, 40), pytest.param(20, 200, marks=pytest.mark.timing)]
 )
@@ -193,6 +195,7 @@ def test_a_process_that_joins_late(tmp_path: Path) -> None:
     assert len(models(tmp_path)) == 3
 
 
+@pytest.mark.long
 def test_the_hub_dies(tmp_path: Path) -> None:
     with launched(2, tmp_path, steps=120, save=20, pause=0.05, shares=2) as code:
         wait_for(lambda: max(versions(tmp_path).values(), default=0) > 50)

@@ -5,7 +5,8 @@ of the task arrives, the steps taken meanwhile are added to it:
 
     model + (own now - own at the start)
 
-With a plain average in the outer step this is CoCoD-SGD (Shen et al., 2019, arXiv 1906.12043).
+Follows CoCoD-SGD (Shen et al., 2019, arXiv 1906.12043). There the outer step is a plain average,
+and the model arrives at the end of the round.
 """
 
 from __future__ import annotations

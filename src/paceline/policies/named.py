@@ -149,8 +149,8 @@ def local_sgd(steps: int, k: int | None = None, *, overlap: bool = False) -> Gat
     Local SGD (Stich, 2019, arXiv 1805.09767). The learner's `outer` optimizer makes the step:
     with Nesterov momentum this is DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
 
-    overlap: a worker goes on from its own model while changes and the new model travel. The steps
-        taken meanwhile are added to the new model when it arrives. With a plain average this is
+    overlap: when all have computed, each worker goes on from its own model while changes and the
+        new model travel. The steps taken meanwhile are added to the new model when it arrives. See
         CoCoD-SGD (Shen et al., 2019, arXiv 1906.12043).
     """
     return Gather(k, work=Work(steps=steps, overlap=overlap))

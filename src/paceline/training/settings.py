@@ -113,7 +113,6 @@ class Settings:
 
     def job(self, server: Server, wants: frozenset[Want], ledger: Ledger) -> Job:
         """Return the job for an engine; it begins at the time and step of the ledger."""
-        overlaps = any(work.overlap for work in self.policy.works())
         return Job(
             learner=self.learner,
             server=server,
@@ -126,8 +125,8 @@ class Settings:
             codec=self.codec,
             model_codec=self.given.model_codec,
             skip_limit=self.given.skip_limit if self.given.on_not_finite == "skip" else 0,
-            adapts=isinstance(self.policy.acting.placement, BySpeed) and not overlaps,
-            overlaps=overlaps,
+            adapts=isinstance(self.policy.acting.placement, BySpeed),
+            overlaps=any(work.overlap for work in self.policy.works()),
         )
 
     def about(self) -> dict[str, Any]:
