@@ -44,7 +44,7 @@ def test_what_was_promised_holds_in_a_storm(case: str, first: int, tmp_path: Pat
         outcome = play(seed, tmp_path / str(seed), case)
         assert outcome.case.name == case
         faults += outcome.faults.total()
-    assert faults > 10
+    assert faults > 15  # in half of the six seeds, half of the faults
 
 
 def test_a_draining_worker_that_waits_for_a_lost_result_computes_it(tmp_path: Path) -> None:

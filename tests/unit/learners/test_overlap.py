@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.core.protocol import Finished, Joined, Left, Task, Work
+from paceline.core.protocol import Finished, Joined, Left, Start, Task, Work
 from paceline.data.sampling import Samples, Stream
 from paceline.delays import Fixed, Link
 from paceline.learners.base import Array
@@ -255,9 +255,12 @@ def test_shares_by_speed_do_not_take_a_slow_link_for_a_slow_worker() -> None:
         for placement in (None, pl.BySpeed())
     )
     assert shared.seconds == pytest.approx(plain.seconds, rel=0.01)
+    since: dict[int, float] = {}
     for entry in shared.journal:
         if isinstance(entry.event, Finished):
-            assert entry.event.seconds <= entry.now
+            assert entry.event.seconds <= entry.now - since[entry.event.task] + 1e-9
+        since |= {c.task.id: c.task.since for c in entry.commands if isinstance(c, Start)}
+    assert len(since) >= 80
 
 
 def test_what_is_not_known_of_it_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

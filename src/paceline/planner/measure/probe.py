@@ -469,7 +469,7 @@ def profile_of(
             "all messages were of one size, so that latency and bandwidth are not told apart, and "
             "codecs seem to save no time; pl.profile() sends messages of several sizes"
         )
-    if any(task.work.overlap for each in journals for task in started(each)):
+    if any(task.work.overlap for each in journals for task in _started(each)):
         notes.append(
             "messages that traveled during local steps (overlap=True) were not measured, so links "
             "seem faster than they are; pl.profile() measures them"
@@ -491,7 +491,7 @@ def profile_of(
     )
 
 
-def started(journal: Journal) -> Iterator[Task]:
+def _started(journal: Journal) -> Iterator[Task]:
     """Yield the tasks of a journal."""
     for entry in journal:
         yield from (command.task for command in entry.commands if isinstance(command, Start))
